@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -201,9 +201,10 @@ test-ports: setup
 test-tables: setup-tables
 	$(BIN)/python -m pytest --no-skips tests/test_tables.py
 
-# The wheel in empty environments, made by the README's lines. They take the torch that is named above
+# The wheel in empty environments, made by the README's lines, and the GPU kit. They take the torch that is named above
 test-install: setup dist
-	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install/test_installed.py tests/install/test_stranger.py
+	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install/test_installed.py \
+		tests/install/test_stranger.py tests/install/test_gpu_kit.py
 
 # Build the image of Containerfile and run it. The base image and torch come from the network: without it,
 # BUILD_FLAGS="--build-arg BASE=..." names others. PODMAN and RUN_FLAGS are for machines where podman needs more options
@@ -313,6 +314,12 @@ tickets-model: setup
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.gpu
+
+# The GPU kit in dist/gpu-kit: its run.sh proves and measures on a machine with a GPU, without a network (docs/cuda.md).
+# For another Python than 3.12: KIT_PYTHON=3.13
+KIT_PYTHON ?= 3.12
+gpu-kit: setup dist
+	$(BIN)/python recipes/gpu_kit.py --wheel dist/prefillcli-*.whl --output dist/gpu-kit --python $(KIT_PYTHON)
 
 # Whether the bound on flips holds on real rows, and which chain pays. Takes half an hour on one core
 bench-chains: setup-real

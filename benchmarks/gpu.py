@@ -1,14 +1,15 @@
 """`make bench-gpu`: what a GPU makes of Llama-3.1-8B's shapes, in bfloat16 with random weights made on the device.
 
-It measures single prompts, full (transformers' own forward) against hybrid (the layer walk), short rows, rows that
-share prefixes, and the longest prompt under caps on the device's memory. Markdown tables and one line of JSON go to
-stdout, progress to stderr. `--device cpu --scale tiny` runs the whole program where there is no GPU; its numbers say
-nothing.
+It measures single prompts, full (transformers' own forward, of rows in its best batch) against hybrid (the layer
+walk), short rows, rows that share prefixes, and the longest prompt under caps on the device's memory. Markdown tables
+and one line of JSON go to stdout, progress to stderr. `--device cpu --scale tiny` runs the whole program where there
+is no GPU; its numbers say nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from prefillcli.runtime.memory import available_memory, prepare_allocator, with_
 from prefillcli.tools.bench.contest import interleaved
 from prefillcli.tools.profile.measuring import prefill
 from prefillcli.walk.forest import ATTENTION, register
-from prefillcli.walk.walk import LayerWalk
+from prefillcli.walk.walk import FASTEST, Arithmetic, LayerWalk
 
 GB = 10**9
 FULL, HYBRID = "full", "hybrid"
@@ -63,7 +64,7 @@ TABLE_2 = {
 ANCHORS = {
     "SGLang, Llama-3.1-8B (its pull request 2134), 62 % of the peak if that was an H100": 43_925,
     "goal in bfloat16": 42_000,
-    "goal in FP8": 60_000,
+    "goal in FP8": 58_000,
 }
 ATTENTION_ANCHOR = 740e12  # operations a second of FlashAttention-3 in attention alone, on an H100
 SEARCH_STEPS = 5
@@ -78,6 +79,7 @@ class Scale:
     lengths: tuple[int, ...]
     chunk: int
     rows: tuple[int, int]  # short rows, and tokens of each
+    batches: tuple[int, ...]  # rows that transformers reads at a time
     shared: tuple[int, int, int, int]  # users, posts of each, tokens of a history, and of a post
     caps: tuple[tuple[int, int], ...]
     set_aside: int  # bytes of a card for CUDA itself
@@ -91,8 +93,9 @@ SCALES = {
         },
         lengths=(4_096, 32_768, 131_072),
         chunk=8_192,
-        rows=(400, 150),
-        shared=(4, 50, 14_000, 150),
+        rows=(200, 500),
+        batches=(1, 4, 16),
+        shared=(20, 50, 7_000, 150),
         caps=((24, 24 * GB), (40, 40 * GB), (80, 80 * GB)),
         set_aside=GB,
     ),
@@ -104,6 +107,7 @@ SCALES = {
         lengths=(64, 256),
         chunk=64,
         rows=(8, 20),
+        batches=(1, 2),
         shared=(2, 4, 60, 10),
         caps=((24, 49 << 20), (40, 1 << 60)),
         set_aside=0,
@@ -127,17 +131,20 @@ class Subject:
         self.law: MemoryLaw = memory_law(config, torch.bfloat16)
         self.weights = sum(weight.nbytes for weight in model.parameters())
 
-    def prompt(self, tokens: int) -> TokenArray:
-        return random_prompt(tokens, int(self.config.vocab_size))
+    def prompt(self, tokens: int, seed: int = 0) -> TokenArray:
+        return random_prompt(tokens, int(self.config.vocab_size), seed)
 
     def one(self, mode: str, prompt: TokenArray) -> None:
         """One prompt, in one mode."""
         prefill(self.model, mode, self.scale.chunk, prompt).tolist()
 
-    def one_by_one(self, prompts: Sequence[TokenArray]) -> None:
-        """Prompts through transformers' forward."""
-        for prompt in prompts:
-            self.one(FULL, prompt)
+    @torch.inference_mode()
+    def in_batches(self, prompts: Sequence[TokenArray], size: int) -> None:
+        """Prompts of one length through transformers' forward, `size` at a time: nothing is padded or masked."""
+        self.model.set_attn_implementation("sdpa")
+        for at in range(0, len(prompts), size):
+            ids = torch.as_tensor(np.stack(prompts[at : at + size]), dtype=torch.long, device=self.device)
+            self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1, :1].tolist()
 
     def plan(self, prompts: Sequence[TokenArray]) -> Plan:
         """The packs of prompts, as a job would cut them in the memory that is free."""
@@ -147,10 +154,10 @@ class Subject:
     def limits(self, budget: int) -> Limits:
         return pack_limits(self.law, budget=budget, device=self.device, chunk_tokens=self.scale.chunk)
 
-    def walk(self, plan: Plan) -> None:
+    def walk(self, plan: Plan, arithmetic: Arithmetic = FASTEST) -> None:
         """The packs of a plan through the layer walk."""
         self.model.set_attn_implementation(ATTENTION)
-        with closing(LayerWalk(self.model, chunk_tokens=self.scale.chunk)) as walk:
+        with closing(LayerWalk(self.model, chunk_tokens=self.scale.chunk, arithmetic=arithmetic)) as walk:
             for pack in plan.packs:
                 torch.cat([each[:, :1] for each in walk.read_logits(pack)]).tolist()
 
@@ -218,29 +225,49 @@ def speed(
     }
 
 
-def single_prompts(subject: Subject, rounds: int, peak: float | None) -> Iterator[dict[str, Any]]:
-    """Prompts of several lengths, in full and by the walk."""
-    for tokens in subject.scale.lengths:
-        case = f"one prompt of {tokens:,} tokens"
-        log(case)
-        prompt = subject.prompt(tokens)
-        taken = seconds_of({mode: partial(subject.one, mode, prompt) for mode in (FULL, HYBRID)}, rounds)
-        (alone,) = make_plan([prompt], Limits(tokens, tokens)).packs
-        work = {FULL: prefill_flops(subject.config, tokens).total, HYBRID: subject.work(Plan([alone], tokens))}
-        for mode, seconds in taken.items():
-            yield speed(case, mode, seconds, rows=1, tokens=tokens, flops=work[mode], peak=peak)
+def single_prompt(subject: Subject, tokens: int, rounds: int, peak: float | None) -> Iterator[dict[str, Any]]:
+    """One prompt of so many tokens, in full and by the walk."""
+    case = f"one prompt of {tokens:,} tokens"
+    log(case)
+    prompt = subject.prompt(tokens)
+    taken = seconds_of({mode: partial(subject.one, mode, prompt) for mode in (FULL, HYBRID)}, rounds)
+    (alone,) = make_plan([prompt], Limits(tokens, tokens)).packs
+    work = {FULL: prefill_flops(subject.config, tokens).total, HYBRID: subject.work(Plan([alone], tokens))}
+    for mode, seconds in taken.items():
+        yield speed(case, mode, seconds, rows=1, tokens=tokens, flops=work[mode], peak=peak)
+
+
+def short_rows(subject: Subject, rounds: int, peak: float | None) -> Iterator[dict[str, Any]]:
+    """Rows that share nothing."""
+    rows, tokens = subject.scale.rows
+    prompts = [subject.prompt(tokens, seed) for seed in range(rows)]
+    return many_rows(subject, f"{rows} rows of {tokens} tokens", prompts, max(rows // 4, 1), rounds, peak)
+
+
+def shared_rows(subject: Subject, rounds: int, peak: float | None) -> Iterator[dict[str, Any]]:
+    """Rows of users with a history each."""
+    users, posts, history, post = subject.scale.shared
+    prompts = prompts_with_histories(users, posts, history, post, int(subject.config.vocab_size))
+    case = f"{users} users x {posts} posts, {history:,} + {post} tokens"
+    return many_rows(subject, case, prompts, max(posts // 4, 1), rounds, peak)
 
 
 def many_rows(
     subject: Subject, case: str, prompts: Sequence[TokenArray], sample: int, rounds: int, peak: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Rows by the walk, and the first `sample` of them in full, one by one."""
+    """Rows by the walk, and the first `sample` of them in full, in the batch that is fastest."""
     log(case)
     plan, some = subject.plan(prompts), prompts[:sample]
-    taken = seconds_of({FULL: partial(subject.one_by_one, some), HYBRID: partial(subject.walk, plan)}, rounds)
+    sizes = [size for size in subject.scale.batches if size <= sample]
+    steps: dict[str, Callable[[], None]] = {
+        f"{FULL}, {size} at a time": partial(subject.in_batches, some, size) for size in sizes
+    }
+    taken = seconds_of(steps | {HYBRID: partial(subject.walk, plan)}, rounds)
     whole = sum(prefill_flops(subject.config, len(prompt)).total for prompt in some)
     read = sum(len(prompt) for prompt in some)
-    yield speed(case, FULL, taken[FULL], rows=len(some), tokens=read, flops=whole, peak=peak)
+    best = min(zip(steps, sizes, strict=True), key=lambda step: taken[step[0]] or math.inf)
+    line = speed(case, FULL, taken[best[0]], rows=len(some), tokens=read, flops=whole, peak=peak)
+    yield line | {"batch": best[1]}
     total = sum(len(prompt) for prompt in prompts)
     shared, work = plan.unique_tokens < total, subject.work(plan)
     yield speed(case, HYBRID, taken[HYBRID], rows=len(prompts), tokens=total, flops=work, peak=peak, shared=shared)
@@ -317,19 +344,8 @@ def measure(device: torch.device, scale: Scale, rounds: int) -> dict[str, Any]:
     log(f"{name}, torch {torch.__version__}: {'no known peak' if peak is None else f'{peak / 1e12:,.0f} TFLOP/s'}")
     subject = Subject(scale, device)
     subject.one(HYBRID, subject.prompt(scale.lengths[0]))  # what is set up once does not count
-    vocabulary, (rows, tokens) = int(subject.config.vocab_size), scale.rows
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(tokens // 2, tokens * 3 // 2, rows).tolist()
-    short = [random_prompt(length, vocabulary, seed) for seed, length in enumerate(lengths)]
-    users, posts, history, post = scale.shared
-    shared = prompts_with_histories(users, posts, history, post, vocabulary)
-    speeds = [
-        *single_prompts(subject, rounds, peak),
-        *many_rows(subject, f"{rows} rows of about {tokens} tokens", short, rows // 4, rounds, peak),
-        *many_rows(
-            subject, f"{users} users x {posts} posts, {history:,} + {post} tokens", shared, posts // 4, rounds, peak
-        ),
-    ]
+    singles = [line for tokens in scale.lengths for line in single_prompt(subject, tokens, rounds, peak)]
+    speeds = [*singles, *short_rows(subject, rounds, peak), *shared_rows(subject, rounds, peak)]
     longest = list(longest_prompts(subject))
     versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
     return {"device": name, "peak": peak, "versions": versions, "speeds": speeds, "longest": longest}

@@ -164,6 +164,13 @@ def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck
     return PathCheck(path, name, "differs", why, *told)
 
 
+def longest_trial(path: str, device: torch.device, dtype: torch.dtype) -> Callable[[], Attention]:
+    """The attention of a path over the case with the most keys that it takes, to look at its kernels. Raises KeyError
+    for an unknown path."""
+    trials = [trial for trial in (make_trial(case, dtype) for case in CASES) if _WAYS[path].suits(trial)]
+    return partial(_WAYS[path].attend, max(trials, key=lambda trial: trial.key.shape[2]).to(device))
+
+
 def eager_errors(dtype: torch.dtype) -> tuple[float, float]:
     """The largest error of outputs that eager attention has, for comparison: for usual scores, and near 200."""
     found = [(_explicit(case, dtype), case.large) for case in CASES]

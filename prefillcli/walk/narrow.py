@@ -94,13 +94,19 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
         each.weight = nn.Parameter(each.weight.new_empty(0), requires_grad=False)
 
     def products(group: Sequence[nn.Linear], chunk_tokens: int) -> Product | None:
-        if any(each not in weights for each in group):
+        changed = next((weights[each] for each in group if each in weights), None)
+        if changed is None:
             return None
 
         def product(rows: Tensor) -> list[Tensor]:
             flat = rows.reshape(-1, rows.shape[-1])
-            quantised = weights[group[0]].quantised(flat)
-            found = [weights[each].product(quantised, each.bias, rows.dtype) for each in group]
+            quantised = changed.quantised(flat)
+            found = [
+                weights[each].product(quantised, each.bias, rows.dtype)
+                if each in weights
+                else nn.functional.linear(flat, each.weight, each.bias)
+                for each in group
+            ]
             return [each.view(*rows.shape[:-1], -1) for each in found]
 
         return product

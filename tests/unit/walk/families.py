@@ -64,4 +64,5 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: objec
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
             elif "sinks" in name or "bias" in name:
                 weight.normal_(0, 1, generator=generator)
-    return model.to(dtype).requires_grad_(False)
+    made: nn.Module = model.to(dtype).requires_grad_(False)
+    return made

@@ -21,7 +21,7 @@ from prefillcli.walk.narrow import KernelWeights, TorchWeights, in_smaller_numbe
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.fake_cuda import DEVICE, fake_cuda
 from tests.unit.walk.families import make_config
-from tests.unit.walk.test_walk import mixed, model_of, walked, wanted
+from tests.unit.walk.test_walk import each_device, mixed, model_of, walked, wanted
 
 KERNEL = pytest.mark.skipif(int8_kernel() is None, reason="no compiler, or no AVX512-VNNI")
 WAYS = ["torch", pytest.param("kernel", marks=KERNEL)]
@@ -69,6 +69,17 @@ def test_products_are_those_of_the_rounded_numbers(way: str, dtype: torch.dtype,
     assert np.linalg.norm(found - plain) < 0.03 * np.linalg.norm(plain)
 
 
+@each_device
+@pytest.mark.parametrize(("kind", "least", "most"), [("int8", 1e-4, 0.02), ("fp8", 1e-3, 0.05)])
+@pytest.mark.parametrize("rows", [3, 70])
+def test_products_by_torch_on_any_device(kind: Any, least: float, most: float, rows: int, device: str) -> None:
+    given, weight = drawn(rows, 192, torch.bfloat16), drawn(208, 192, torch.bfloat16, seed=1)
+    weights = TorchWeights(weight.to(device), kind)
+    found = weights.product(weights.quantised(given.to(device)), None, torch.bfloat16).cpu().double()
+    plain = given.double() @ weight.double().T
+    assert least < float((found - plain).norm() / plain.norm()) < most
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_has_the_same_bits_beside_any_others(way: str) -> None:
     rows, weights = drawn(700, 128, torch.bfloat16), made(way, drawn(96, 128, torch.bfloat16, seed=1))
@@ -88,9 +99,12 @@ def test_rows_of_zeros_and_what_is_no_number(way: str) -> None:
     assert torch.equal(found[:, 5:], bias[5:].expand(3, -1))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_oss"])
-def test_a_walk_in_int8_is_near_the_eager_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow, "LEAST", 16)
+@pytest.mark.parametrize(
+    ("family", "least"),
+    [("llama", 16), ("qwen2", 16), ("gemma2", 16), ("gpt_oss", 16), ("llama", 64)],  # keys' have 32 outputs
+)
+def test_a_walk_in_int8_is_near_the_eager_forward(family: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "LEAST", least)
     model, correct = copy.deepcopy(model_of(family)), wanted(family, mixed)
     limits, how = Limits(110, 10**6, held_tokens=10**6), in_smaller_numbers(model, "int8")
     error = walked(model, mixed(), chunk=97, limits=limits, arithmetic=how) - correct

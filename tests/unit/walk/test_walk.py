@@ -67,13 +67,13 @@ def model_of(family: str) -> nn.Module:
     return make_model(family)
 
 
-def eager(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
+def eager(model: Any, prompts: list[Prompt]) -> torch.Tensor:
     """Float32 logits [prompts, vocabulary] of the model's own forward."""
     model.set_attn_implementation("eager")
+    device = next(model.parameters()).device
     with torch.inference_mode():
-        rows = [
-            model(input_ids=torch.as_tensor(p, dtype=torch.long)[None], use_cache=False).logits[0, -1] for p in prompts
-        ]
+        ids = [torch.as_tensor(p, dtype=torch.long, device=device)[None] for p in prompts]
+        rows = [model(input_ids=each, use_cache=False).logits[0, -1] for each in ids]
     return torch.stack(rows).float()
 
 
@@ -215,7 +215,8 @@ def test_any_device_equals_the_eager_forward_on_the_cpu(family: str, device: str
 
 
 def test_a_walk_that_is_given_up_may_be_closed_by_another_thread() -> None:
-    model, prompts = model_of("llama"), [tokens(np.random.default_rng(1), 9)]
+    model: Any = model_of("llama")
+    prompts = [tokens(np.random.default_rng(1), 9)]
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=16)
     (pack,) = make_plan(prompts, ONE_PACK).packs
