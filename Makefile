@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
+	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -196,6 +196,15 @@ test-faults: setup
 # AMX's tiles
 test-ports: setup
 	$(BIN)/python -m pytest --no-skips -m "" tests/unit/walk/test_kernel_forms.py
+
+# Triton's kernels by its interpreter, and compiled for GPUs that are not here: 190 MB from the package index
+TRITON ?= triton==3.9.0
+test-triton: setup out/triton/.ready
+	PYTHONPATH=$(abspath out/triton) $(BIN)/python -m pytest --no-skips tests/unit/walk/test_narrow_kernels.py
+
+out/triton/.ready:
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(@D) "$(TRITON)"
+	touch $@
 
 # The recipes of docs/tables.md with the real packages
 test-tables: setup-tables

@@ -35,7 +35,7 @@ from prefillcli.tools.doctor import doctor_job
 from prefillcli.tools.profile.measuring import one_pack
 from prefillcli.walk import attention_checks
 from prefillcli.walk.forest import ATTENTION, register
-from prefillcli.walk.narrow import Narrow, TorchWeights, in_smaller_numbers, narrow_ways
+from prefillcli.walk.narrow import Narrow, TorchWeights, in_smaller_numbers, narrow_ways, quantised_by_torch
 from prefillcli.walk.walk import Arithmetic, LayerWalk
 from tests.unit.walk.families import FAMILIES, make_model
 from tests.unit.walk.test_walk import eager, mixed, p_yes, walked
@@ -339,7 +339,8 @@ def _smaller(bench: Bench, kind: Narrow) -> None:
 
 
 def product_speed(bench: Bench, kind: Narrow | None) -> dict[str, Any]:
-    """Operations a second of an MLP's product of a chunk: alone, and with the rows' quantisation. None: bfloat16."""
+    """Operations a second of an MLP's product of a chunk: alone, with the rows' quantisation, and with that in
+    separate operations. None: bfloat16."""
     shape, rows = bench.scale.shape, bench.scale.chunk
     width, inner = shape["hidden_size"], shape["intermediate_size"]
     given = torch.randn(rows, width, device=bench.device, dtype=torch.bfloat16)
@@ -352,6 +353,7 @@ def product_speed(bench: Bench, kind: Narrow | None) -> dict[str, Any]:
         steps = {
             "product": lambda: weights.product(quantised, None, torch.bfloat16),
             "quantised": lambda: weights.product(weights.quantised(given), None, torch.bfloat16),
+            "separately": lambda: weights.product(quantised_by_torch(given, kind), None, torch.bfloat16),
         }
     for name, step in steps.items():
         found[f"{name}_per_second"] = 2 * rows * width * inner / seconds_of(bench, step)

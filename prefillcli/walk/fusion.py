@@ -87,9 +87,9 @@ def fused(
         return
     with ExitStack() as stack:
         computed = _Computed({}, {})
-        for group in _groups(layer, linear):
+        for group in groups(layer, linear):
             for some, product in computed.add(group, chunk_tokens, pays=pays, always=always, products=products):
-                for each, forward in zip(some, _parts(product, len(some)), strict=True):
+                for each, forward in zip(some, parts_of(product, len(some)), strict=True):
                     stack.enter_context(called_through(each, forward))
         for module, forward in list(_fused_modules(layer, computed)):
             stack.enter_context(called_through(module, forward))
@@ -129,14 +129,19 @@ def called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
 # Products.
 
 
-def _groups(layer: nn.Module, linear: Sequence[nn.Linear]) -> Iterator[list[nn.Linear]]:
-    # All of the linear layers, those together that read the same rows.
+def groups(layer: nn.Module, linear: Sequence[nn.Linear], *, fused: bool = True) -> Iterator[list[nn.Linear]]:
+    """All of the linear layers, those together that read the same rows; of an MLP, if it is to be `fused`, where one
+    compiled pass takes what they compute."""
     left = {id(each): each for each in linear}
     for module in layer.modules():
         for names in _TOGETHER:
             some = [left[id(part)] for name in names if id(part := getattr(module, name, None)) in left]
             kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in some}
-            if len(some) == len(names) and len(kinds) == 1 and (names[0] == "q_proj" or _gating(module) is not None):
+            if (
+                len(some) == len(names)
+                and len(kinds) == 1
+                and (names[0] == "q_proj" or not fused or _gating(module) is not None)
+            ):
                 yield [left.pop(id(each)) for each in some]
     yield from ([each] for each in left.values())
 
@@ -192,8 +197,8 @@ def _together(group: Sequence[nn.Linear], rows: int) -> Product:
     return lambda rows: multiply(rows, weight, bias, "none", [], "").split(sizes, -1)
 
 
-def _parts(product: Product, count: int) -> list[Forward]:
-    # The forward of each of the linear layers of a product, which is computed once for the same rows.
+def parts_of(product: Product, count: int) -> list[Forward]:
+    """The forward of each of the linear layers of a product, which is computed once for the same rows."""
     if count == 1:
         return [lambda rows: product(rows)[0]]
     last: list[Tensor] = []  # the rows of which parts are there that have not been taken

@@ -6,7 +6,8 @@ turned into as many sums and differences of all of them (a Hadamard matrix, as i
 2404.00456), for rows and weights alike: that changes no product, and every sum has its share of a large number. It
 needs no rows to calibrate on.
 
-On CPUs with AVX512-VNNI or AMX `int8_products.cpp` multiplies, elsewhere torch. Sums of int8 products are exact, so a
+On CPUs with AVX512-VNNI or AMX `int8_products.cpp` multiplies, elsewhere torch; on CUDA with Triton
+`narrow_kernels.py` quantises. Sums of int8 products are exact, so a
 row's result has the same bits whatever it is computed with.
 """
 
@@ -16,6 +17,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
@@ -26,7 +28,7 @@ from transformers import PreTrainedModel
 from prefillcli.errors import UsageError
 from prefillcli.walk import attention
 from prefillcli.walk.attention import compiled_library
-from prefillcli.walk.fusion import Product, called_through, fused
+from prefillcli.walk.fusion import Product, called_through, fused, groups, parts_of
 from prefillcli.walk.model_ends import decoder_layers
 from prefillcli.walk.walk import Arithmetic
 
@@ -70,6 +72,7 @@ def narrow_ways(device: torch.device) -> dict[str, dict[str, Any]]:
             correct = rows.double() @ linear.weight.double().t()
             error = weights.product(weights.quantised(rows), None, torch.float32) - correct
             by = "the compiled kernel" if isinstance(weights, KernelWeights) else "torch"
+            by += " and Triton" if quantising_kernels(device, kind) is not None else ""
             found[kind] = {"by": by, "error": float(error.norm() / correct.norm())}
     return found
 
@@ -88,7 +91,7 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
             "leave --compute out"
         )
     numbers = next(iter(linear)).weight
-    weights = {}
+    weights: dict[nn.Module, Weights] = {}
     for each in linear:
         weights[each] = _weights(each, kind)
         each.weight = nn.Parameter(each.weight.new_empty(0), requires_grad=False)
@@ -114,9 +117,11 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
     @contextmanager
     def called(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for each in layer.modules():
-                if isinstance(each, nn.Linear) and (product := products([each], chunk_tokens)) is not None:
-                    stack.enter_context(called_through(each, partial(_only, product)))
+            for group in groups(layer, [each for each in layer.modules() if each in linear], fused=False):
+                product = products(group, chunk_tokens)
+                if product is not None:
+                    for each, forward in zip(group, parts_of(product, len(group)), strict=True):
+                        stack.enter_context(called_through(each, forward))
             yield
 
     fits = numbers.device.type == "cpu" and numbers.dtype in _DTYPES
@@ -127,10 +132,6 @@ def narrow_product(linear: nn.Linear, kind: Narrow) -> Callable[[Tensor], Tensor
     """The product of rows [rows, inputs] with the weights of a linear layer, in smaller numbers."""
     weights = _weights(linear, kind)
     return lambda rows: weights.product(weights.quantised(rows), linear.bias, rows.dtype)
-
-
-def _only(product: Product, rows: Tensor) -> Tensor:
-    return product(rows)[0]
 
 
 def _changes(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -171,10 +172,55 @@ def turned(numbers: Tensor) -> Tensor:
 
 @cache
 def _hadamard(device: torch.device) -> Tensor:
-    found = torch.ones(1, 1, device=device)
+    found: Tensor = _signs(device, torch.float32) * TURNED**-0.5
+    return found
+
+
+@cache
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    found = torch.ones(1, 1, dtype=dtype, device=device)
     while len(found) < TURNED:
         found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found.mul_(TURNED**-0.5)
+    return found
+
+
+def quantised_by_torch(rows: Tensor, kind: Narrow) -> tuple[Tensor, Tensor]:
+    """Rows [rows, width] in small numbers, by torch's operators, and what gives the rows back, float32 [rows, 1]."""
+    numbers, largest = turned(rows), _LARGEST[kind]
+    scales = numbers.abs().amax(-1, keepdim=True) / largest
+    numbers = numbers / scales.clamp_min(1e-30)
+    return (numbers.round().to(torch.int8) if kind == "int8" else numbers.to(FP8)), scales
+
+
+@cache
+def quantising_kernels(device: torch.device, kind: Narrow) -> Any:
+    """The functions of `narrow_kernels.py`, if the device has Triton and they compute what torch does; else None."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    with suppress(Exception):  # of any of the stages of a compilation
+        from prefillcli.walk import narrow_kernels
+
+        return narrow_kernels if _kernels_agree(narrow_kernels, device, kind) else None
+    return None
+
+
+@torch.inference_mode()
+def _kernels_agree(kernels: Any, device: torch.device, kind: Narrow) -> bool:
+    # A number in the middle between two small ones may become either.
+    rows = torch.randn(33, 192, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    both = _by_kernels(kernels, rows, kind), quantised_by_torch(rows, kind)
+    found, wanted = (numbers.float() * scales for numbers, scales in both)
+    same = torch.linalg.norm(found - wanted) <= 2e-3 * torch.linalg.norm(wanted)
+    products = torch.arange(66, dtype=torch.int32, device=device).view(33, 2) - 20
+    scales = both[1][1]
+    scaled = kernels.rescale(products, scales, scales[:2].contiguous(), torch.float32)
+    return bool(same & torch.allclose(scaled, products * (scales * scales[:2].t())))
+
+
+def _by_kernels(kernels: Any, rows: Tensor, kind: Narrow) -> tuple[Tensor, Tensor]:
+    dtype = torch.int8 if kind == "int8" else FP8
+    found: tuple[Tensor, Tensor] = kernels.quantise(rows, _signs(rows.device, rows.dtype), dtype, _LARGEST[kind])
+    return found
 
 
 class TorchWeights:
@@ -182,14 +228,14 @@ class TorchWeights:
 
     def __init__(self, weight: Tensor, kind: Narrow) -> None:
         self._kind = kind
+        self._kernels = quantising_kernels(weight.device, kind)
         self._numbers, self._scales = self.quantised(weight)
 
     def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The small numbers [rows, inputs] and what gives the rows back, float32 [rows, 1]."""
-        numbers, largest = turned(rows), _LARGEST[self._kind]
-        scales = numbers.abs().amax(-1, keepdim=True) / largest
-        numbers = numbers / scales.clamp_min(1e-30)
-        return (numbers.round().to(torch.int8) if self._kind == "int8" else numbers.to(FP8)), scales
+        if self._kernels is None or not self._kernels.takes(rows):
+            return quantised_by_torch(rows, self._kind)
+        return _by_kernels(self._kernels, rows, self._kind)
 
     def product(self, rows: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """As of `Weights`."""
@@ -201,8 +247,10 @@ class TorchWeights:
             out = torch._scaled_mm(
                 numbers, self._numbers.t(), scale_a=scales, scale_b=self._scales.t(), out_dtype=torch.bfloat16
             )
-        else:
+        elif self._kernels is None:
             out = torch._int_mm(numbers, self._numbers.t()) * (scales * self._scales.t())
+        else:
+            out = self._kernels.rescale(torch._int_mm(numbers, self._numbers.t()), scales, self._scales, dtype)
         out = out[:count].to(dtype)
         return out if bias is None else out + bias
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefillcli.walk import attention, cuda_kernels
+from prefillcli.walk import attention, cuda_kernels, narrow
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of the device that there is not
@@ -112,6 +112,20 @@ def _flex_stand_in(counts: OperatorCounts) -> Callable[..., Any]:
     return attend
 
 
+def _narrow_stand_in(counts: OperatorCounts) -> Any:
+    """Takes the place of the Triton kernels around products in small numbers: one launch each."""
+
+    def quantise(rows: Tensor, signs: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Tensor]:
+        counts.launches["quantise"] += 1
+        return torch.empty_like(rows, dtype=dtype), rows.new_empty(len(rows), 1, dtype=torch.float32)
+
+    def rescale(products: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        counts.launches["rescale"] += 1
+        return torch.empty_like(products, dtype=dtype)
+
+    return SimpleNamespace(quantise=quantise, rescale=rescale, takes=lambda rows: True)
+
+
 @contextmanager
 def fake_cuda() -> Iterator[OperatorCounts]:
     """Tensors made on `DEVICE` meanwhile are fake. Yields the counts of what is called on them.
@@ -131,6 +145,7 @@ def fake_cuda() -> Iterator[OperatorCounts]:
         patch.object(Tensor, "pin_memory", pinned),
         patch.object(attention, "compute_capability", lambda device: CAPABILITY),
         patch.object(cuda_kernels, "_lacks_compiler", lambda: None),
+        patch.object(narrow, "quantising_kernels", lambda device, kind: _narrow_stand_in(counts)),
         patch.object(cuda_kernels, "compiled_flex", lambda: _flex_stand_in(counts)),
         FakeTensorMode(allow_non_fake_inputs=True),
         counts,
