@@ -200,7 +200,7 @@ test-ports: setup
 # Triton's kernels by its interpreter, and compiled for GPUs that are not here: 190 MB from the package index
 TRITON ?= triton==3.9.0
 test-triton: setup out/triton/.ready
-	PYTHONPATH=$(abspath out/triton) $(BIN)/python -m pytest --no-skips tests/unit/walk/test_narrow_kernels.py
+	PYTHONPATH=$(abspath out/triton) $(BIN)/python -m pytest --no-skips tests/unit/walk/test_triton_kernels.py
 
 out/triton/.ready:
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(@D) "$(TRITON)"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -574,11 +577,45 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)). A query that sees nothing in either part
     stays as it is.
     """
+    kernels = merging_kernels(out.device)
+    if kernels is not None and kernels.merges(out, lse, part, part_lse):
+        kernels.merge(out, lse, part, part_lse)
+    else:
+        merge_by_torch(out, lse, part, part_lse)
+
+
+def merge_by_torch(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge_into` by separate operations."""
     # sigmoid(b - a) is exp(b) / (exp(a) + exp(b)), and does not overflow. Where both are -inf it is NaN: nothing is
     # added.
     weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0).unsqueeze(-1).to(out.dtype)
     out.lerp_(part.to(out.dtype), weight)
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+@cache
+def merging_kernels(device: torch.device) -> Any:
+    """The functions of `triton_kernels.py`, if the device has Triton and they merge as torch does; else None."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    with suppress(Exception):  # of any of the stages of a compilation
+        from prefillcli.walk import triton_kernels
+
+        return triton_kernels if _merge_agrees(triton_kernels, device) else None
+    return None
+
+
+@torch.inference_mode()
+def _merge_agrees(kernels: Any, device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, 3, 37, size, generator=generator).to(device) for size in (40, 40, 1, 1)]
+    out, part, lse, part_lse = *parts[:2], *(each.squeeze(3) * 9 for each in parts[2:])
+    lse[:, :, 3:9] = part_lse[:, :, 6:12] = -math.inf
+    wanted = out.clone(), lse.clone()
+    merge_by_torch(*wanted, part, part_lse)
+    kernels.merge(out, lse, part, part_lse)
+    pairs = zip((out, lse), wanted, strict=True)
+    return all(torch.allclose(found, each, rtol=1e-4, atol=1e-4) for found, each in pairs)
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

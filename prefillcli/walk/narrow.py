@@ -7,7 +7,7 @@ turned into as many sums and differences of all of them (a Hadamard matrix, as i
 needs no rows to calibrate on.
 
 On CPUs with AVX512-VNNI or AMX `int8_products.cpp` multiplies, elsewhere torch; on CUDA with Triton
-`narrow_kernels.py` quantises. Sums of int8 products are exact, so a
+`triton_kernels.py` quantises. Sums of int8 products are exact, so a
 row's result has the same bits whatever it is computed with.
 """
 
@@ -194,13 +194,13 @@ def quantised_by_torch(rows: Tensor, kind: Narrow) -> tuple[Tensor, Tensor]:
 
 @cache
 def quantising_kernels(device: torch.device, kind: Narrow) -> Any:
-    """The functions of `narrow_kernels.py`, if the device has Triton and they compute what torch does; else None."""
+    """The functions of `triton_kernels.py`, if the device has Triton and they compute what torch does; else None."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     with suppress(Exception):  # of any of the stages of a compilation
-        from prefillcli.walk import narrow_kernels
+        from prefillcli.walk import triton_kernels
 
-        return narrow_kernels if _kernels_agree(narrow_kernels, device, kind) else None
+        return triton_kernels if _kernels_agree(triton_kernels, device, kind) else None
     return None
 
 

@@ -126,6 +126,15 @@ def _narrow_stand_in(counts: OperatorCounts) -> Any:
     return SimpleNamespace(quantise=quantise, rescale=rescale, takes=lambda rows: True)
 
 
+def _merge_stand_in(counts: OperatorCounts) -> Any:
+    """Takes the place of the Triton kernel that merges attention: one launch."""
+
+    def merge(*tensors: Tensor) -> None:
+        counts.launches["merge"] += 1
+
+    return SimpleNamespace(merge=merge, merges=lambda *tensors: True)
+
+
 @contextmanager
 def fake_cuda() -> Iterator[OperatorCounts]:
     """Tensors made on `DEVICE` meanwhile are fake. Yields the counts of what is called on them.
@@ -145,6 +154,7 @@ def fake_cuda() -> Iterator[OperatorCounts]:
         patch.object(Tensor, "pin_memory", pinned),
         patch.object(attention, "compute_capability", lambda device: CAPABILITY),
         patch.object(cuda_kernels, "_lacks_compiler", lambda: None),
+        patch.object(attention, "merging_kernels", lambda device: _merge_stand_in(counts)),
         patch.object(narrow, "quantising_kernels", lambda device, kind: _narrow_stand_in(counts)),
         patch.object(cuda_kernels, "compiled_flex", lambda: _flex_stand_in(counts)),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -1,4 +1,4 @@
-"""Triton's kernels around products in small numbers: by its interpreter, and compiled for GPUs that are not here.
+"""Triton's kernels: by its interpreter, and compiled for GPUs that are not here.
 
 Both need a process of their own: Triton reads how it is to run when it is imported.
 """
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="make test-triton installs Triton where there is no GPU"
 )
 
+MERGED = [(1, 64), (37, 80), (16, 128)]  # tokens, and the width of a head
 CASES = [(1, 64), (5, 112), (7, 192), (3, 4096), (2, 14336)]  # rows, and numbers of each
 DTYPES = [torch.float32, torch.float16]  # the interpreter multiplies no bfloat16, and rounds otherwise to FP8
 
@@ -39,18 +40,33 @@ def products() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.arange(6 * 2100, dtype=torch.int32).view(6, 2100) - 99, *scales
 
 
+def parts(dtype: torch.dtype, tokens: int, width: int) -> list[torch.Tensor]:
+    """Attention of two parts: outputs, which lie token by token, and log-sum-exps; some queries see nothing in one of
+    them, or in both."""
+    generator = torch.Generator().manual_seed(0)
+    outs = [torch.randn(1, tokens + 2, 3, width, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)]
+    lses = [torch.randn(1, 3, tokens + 2, generator=generator) * 9 for _ in range(2)]
+    lses[0][:, :, ::4] = -torch.inf
+    lses[1][:, :, ::6] = -torch.inf
+    return [each[:, :, 1:-1] for pair in zip(outs, lses, strict=True) for each in pair]
+
+
 _INTERPRET = """
 import sys
 import torch
-from prefillcli.walk import narrow, narrow_kernels
-from tests.unit.walk.test_narrow_kernels import CASES, DTYPES, drawn, products
+from prefillcli.walk import narrow, triton_kernels
+from tests.unit.walk.test_triton_kernels import CASES, DTYPES, MERGED, drawn, parts, products
 
 found = {}
 for dtype in DTYPES:
     signs = narrow._signs(torch.device("cpu"), dtype)
     for case in CASES:
-        found[case, dtype] = narrow_kernels.quantise(drawn(*case, dtype), signs, torch.int8, 127.0)
-found["products"] = narrow_kernels.rescale(*products(), torch.float32)
+        found[case, dtype] = triton_kernels.quantise(drawn(*case, dtype), signs, torch.int8, 127.0)
+    for shape in MERGED:
+        out, lse, part, part_lse = parts(dtype, *shape)
+        triton_kernels.merge(out, lse, part, part_lse)
+        found["merged", dtype, shape] = out, lse
+found["products"] = triton_kernels.rescale(*products(), torch.float32)
 torch.save(found, sys.argv[1])
 """
 _COMPILE = """
@@ -58,14 +74,21 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from prefillcli.walk import narrow_kernels
+from prefillcli.walk import triton_kernels
 
 capability, numbers, groups = int(sys.argv[1]), sys.argv[2], 64
+
+
+def made(kernel, kinds, known):
+    names = [name for name in kernel.arg_names if name not in known]
+    signature = dict(zip(names, kinds + ["i32"] * len(names))) | dict.fromkeys(known, "constexpr")
+    print(compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", capability, 32)).asm["ptx"])
+
+
 known = dict(LARGEST=127.0, GROUPS=groups, GROUP=64, TURNS=True, ROUNDS=numbers == "*i8")
-signature = dict(rows="*bf16", signs="*bf16", numbers=numbers, scales="*fp32", width="i32", stride="i32")
-source = ASTSource(narrow_kernels._quantise, signature | dict.fromkeys(known, "constexpr"), known)
-made = compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=max(4, groups // 32)))
-print(made.asm["ptx"])
+made(triton_kernels._quantise, ["*bf16", "*bf16", numbers, "*fp32"], known)
+made(triton_kernels._rescale, ["*i32", "*fp32", "*fp32", "*bf16"], dict(COLUMNS=1024))
+made(triton_kernels._merge, ["*bf16", "*fp32", "*bf16", "*fp32"], dict(TOKENS=16, WIDTH=128))
 """
 
 
@@ -103,11 +126,24 @@ def test_products_are_scaled(interpreted: dict[object, torch.Tensor]) -> None:
     torch.testing.assert_close(interpreted["products"], numbers * (rows * columns.t()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MERGED)
+def test_attention_is_merged(
+    interpreted: dict[object, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    out, lse, part, part_lse = parts(dtype, *shape)
+    weights = torch.stack([lse, part_lse]).double()
+    share = weights.softmax(0)[1].nan_to_num(0.0).unsqueeze(-1)
+    found, found_lse = interpreted["merged", dtype, shape]
+    torch.testing.assert_close(found, (out.double() * (1 - share) + part.double() * share).to(dtype))
+    torch.testing.assert_close(found_lse, weights.logsumexp(0).float())
+
+
 @pytest.mark.parametrize(("capability", "numbers"), [(80, "*i8"), (90, "*i8"), (90, "*fp8e4nv"), (100, "*fp8e4nv")])
-def test_a_row_is_one_launch_whose_turn_is_a_product_of_tensor_cores(
+def test_kernels_are_compiled_and_a_row_is_turned_by_tensor_cores(
     capability: int, numbers: str, tmp_path: Path
 ) -> None:
     ptx = run(_COMPILE, str(capability), numbers, TRITON_CACHE_DIR=str(tmp_path))
-    assert ptx.count(".entry") == 1
+    assert ptx.count(".entry") == 3  # of three kernels
     assert "mma" in ptx
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (numbers == "*fp8e4nv")

@@ -1,4 +1,4 @@
-"""Quantising rows, and scaling products of int8, in one launch each: Triton kernels for CUDA.
+"""Quantising rows, scaling products of int8 and merging attention, in one launch each: Triton kernels for CUDA.
 
 Each row is read once and its small numbers are written. By separate operations turning and quantising take nine
 launches, which pass over the row in float32 again and again: longer than the product itself takes in FP8.
@@ -14,6 +14,7 @@ from torch import Tensor
 TURNED = 64  # neighbouring inputs that are turned together
 WIDEST = 32_768  # numbers of a row, which are in the registers of one program
 _COLUMNS = 1024  # of a program that scales products
+_TOKENS = 16  # of a head, in a program that merges attention
 _HALF = tl.constexpr(12_582_912.0)  # 1.5 * 2**23: numbers added to it, up to 2**22, are rounded to even ones
 
 
@@ -80,3 +81,44 @@ def rescale(products: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: 
             products, row_scales, column_scales, out, columns, COLUMNS=_COLUMNS
         )
     return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out, lse, part, part_lse, tokens, width, out_head, out_token, lse_head, part_head, part_token, part_lse_head,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    # Some tokens of a head. Strides are those of heads and of tokens.
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64)
+    there = token < tokens
+    old = tl.load(lse + head * lse_head + token, mask=there, other=0.0)
+    new = tl.load(part_lse + head * part_lse_head + token, mask=there, other=0.0)
+    top = tl.maximum(old, new)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    more = tl.exp(new - top)
+    total = tl.exp(old - top) + more
+    weight = tl.where(total == 0.0, 0.0, more / tl.where(total == 0.0, 1.0, total))
+    at = tl.arange(0, WIDTH)[None, :]
+    inside = there[:, None] & (at < width)
+    kept = out + head * out_head + token[:, None] * out_token + at
+    first = tl.load(kept, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(part + head * part_head + token[:, None] * part_token + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(kept, (first + weight[:, None] * (second - first)).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + head * lse_head + token, top + tl.log(total), mask=there)
+
+
+def merges(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
+    """Return whether `merge` takes such tensors."""
+    return len(out) == 1 and all(each.stride(-1) == 1 for each in (out, lse, part, part_lse))
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge attention over further keys into `out` [1, heads, tokens, width] and `lse` [1, heads, tokens], in
+    place."""
+    _, heads, tokens, width = out.shape
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        _merge[(triton.cdiv(tokens, _TOKENS), heads)](
+            out, lse, part, part_lse, tokens, width, *out.stride()[1:3], lse.stride(1), *part.stride()[1:3],
+            part_lse.stride(1), TOKENS=_TOKENS, WIDTH=triton.next_power_of_2(width),
+        )  # fmt: skip
