@@ -96,7 +96,7 @@ def test_the_whole_kit_runs_without_gpu_and_network(kit: Path, run: Run) -> None
     assert results["device"]["name"] == "cpu"
     paths = {(each["path"], each["dtype"]): each for each in steps["doctor"]["paths"]}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in paths["flash-cpu", "float32"]["kernels"]
-    assert steps["tests"]["counts"]["passed"] > 3
+    assert steps["tests"]["counts"]["passed"] >= 3
     assert all(each["float32_most"] < 1e-5 for each in steps["parity"]["errors"].values())
     speeds = steps["speed"]["speeds"]
     assert [each["mode"] for each in speeds] == ["full", "hybrid"] * 4
