@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import forms
-from benchmarks.forms import FORMS, Form, Task, Texts, figures, labels, wording
+from benchmarks.forms import FORMS, Form, Task, Texts, figures, labels, promised, wording
 from prefillcli.models.files import sample_model
 
 ROWS = [
@@ -42,12 +42,12 @@ def test_all_forms_of_made_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(forms, "TEXTS", {"made": lambda folder, rows: Texts(TASKS, ROWS[:rows])})
-    forms.main(["sample"], None, 4, 4, ["words, told"], ["cued", "before"], tmp_path, tmp_path)
+    forms.main(["sample"], None, 4, 4, ["words"], ["cued", "before"], tmp_path, tmp_path)
     found = json.loads((tmp_path / "sample-made.json").read_text())["forms"]
     asked = [(each["kind"], each["form"], each["rotation"]) for each in found]
     assert ("score", "words, told, with an end", 0) in asked
-    assert [each for each in asked if each[:2] == ("choice", "words, told")] == [
-        ("choice", "words, told", turn) for turn in range(4)
+    assert [each for each in asked if each[:2] == ("choice", "words")] == [
+        ("choice", "words", turn) for turn in range(4)
     ]
     assert {len(each["logprobs"]) for each in found} == {4}
     forms.main(["sample"], None, 4, 0, ["words, told, cued"], None, tmp_path, tmp_path)
@@ -92,3 +92,15 @@ def test_figures(kind: str) -> None:
 
 def test_the_sample_model_is_asked_without_a_chat(tmp_path: Path) -> None:
     assert forms.model_of("sample", tmp_path) == (sample_model(), False)
+
+
+def test_floors_that_are_found_for_resampled_rows_are_held_against_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "RESAMPLED", 200)
+    draws = np.random.default_rng(3)
+    probabilities = draws.uniform(0.5, 1, 400)
+    right = draws.uniform(0, 1, 400) < probabilities
+    accepted, broken = promised(probabilities, right, 0.9)
+    assert 50 < len(accepted) <= 200
+    assert 0.02 < np.mean(accepted) < 0.6
+    assert broken <= 20
+    assert promised(probabilities, np.zeros(400, bool), 0.9) == ([], 0)
