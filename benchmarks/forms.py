@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import typer
+from scipy.stats import binomtest
 from transformers import AutoTokenizer
 
 import prefillcli
@@ -360,6 +361,7 @@ def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
                 f"| {name} | {' | '.join(shown)} | {mass:.2f} | {np.mean(tokens[name]):.0f} | "
                 f"{' '.join(f'{place[name]:.1f}' for place in places)} |"
             )
+    yield from pair_table(runs)
     yield from order_table(runs)
     yield from promise_table(runs)
 
@@ -382,6 +384,28 @@ def mean_places(
     return {name: float(np.mean(each)) for name, each in found.items()}
 
 
+def pair_table(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What listing options changes: rows that are right with a list alone, and without one alone."""
+    yield "\n| run | question | rows | not listed: accuracy | listed: accuracy, won, lost |"
+    yield "| --- " * 5 + "|"
+    for run_name, found in runs.items():
+        for kind in ("choice", "score"):
+            own = {each["form"]: each for each in found["forms"] if each["kind"] == kind and not each["rotation"]}
+            if {"words", "words, not listed"} <= own.keys():
+                right = np.array(found["truths"][kind])
+                listed, other = (
+                    np.array(own[form]["logprobs"]).argmax(axis=1) == right for form in ("words", "words, not listed")
+                )
+                yield f"| {run_name} | {kind} | {len(right)} | {other.mean():.2f} | {_compared(listed, other)} |"
+
+
+def _compared(found: BoolArray, before: BoolArray) -> str:
+    # The accuracy, and the rows won and lost, with McNemar's exact test.
+    won, lost = int((found & ~before).sum()), int((before & ~found).sum())
+    chance = binomtest(won, won + lost).pvalue if won + lost else 1.0
+    return f"{found.mean():.2f}, {won} won, {lost} lost (p = {chance:.2g})"
+
+
 def order_table(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What asking for a choice in several orders changes."""
     yield "\n| orders | form | rows | 1: accuracy | 2: changed, accuracy | 4: changed, accuracy |"
@@ -401,7 +425,7 @@ def order_table(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
             cells = [f"{(first == right).mean():.2f}"]
             for turns in ([0, ROTATIONS // 2], range(ROTATIONS)):
                 said = shares[list(turns)].mean(axis=0).argmax(axis=1)
-                cells.append(f"{(said != first).mean():.0%}, {(said == right).mean():.2f}")
+                cells.append(f"{(said != first).mean():.0%}, {_compared(said == right, first == right)}")
             yield f"| {run_name} | {form} | {rows} | {' | '.join(cells)} |"
 
 

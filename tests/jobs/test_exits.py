@@ -657,6 +657,7 @@ def test_words_decide_questions_ahead_of_the_model(data: Path, deep_model: Path)
         layers = [row[f"{name}.exit_layer"] for name in ASKED]
         assert (row["method"] == "first") == all(layer == 0 for layer in layers)
     assert exits["by_layer"]["0"]["rows"] == sum(ahead)
+    assert "0 (by words)" in Path("out.run.html").read_text()
 
 
 def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_model: Path) -> None:
@@ -680,6 +681,12 @@ def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]
     assert list(exits.policies) == [0]
     assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("calibrated", 5)
     assert "--exit: question wild: 40 of 90" in capsys.readouterr().err
+    sink.counts.audited_exits = {"calm": audited["wild"]}
+    exits.use.questions["wild"].status = "none"
+    exits.watch(job_with(sink), window=5)
+    assert not exits.policies
+    assert (exits.use.status, exits.use.stopped_window) == ("stopped", 6)
+    assert exits.use.reason == "no question has any left"
 
 
 def test_what_several_prompts_of_a_question_would_flip_is_not_bounded(data: Path, deep_model: Path) -> None:

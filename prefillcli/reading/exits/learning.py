@@ -424,7 +424,7 @@ def section(report: RunReport) -> Section | None:
         parts=[
             Part(note=f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}"),
             Part(title="Answers by layer" if use.questions else "Rows by layer", bars=_by_layer(use)),
-            *(part for name, own in use.each.items() for part in _question_parts(name, own)),
+            *(part for name, own in use.each.items() for part in _question_parts(name, own, use)),
             Part(title="Shared beginnings kept alive", bars=_kept_alive(use.kept_alive), note=ALIVE_NOTE),
             *(
                 Part(title=f"Gain over flips{_of(name)}", plot=gain_plot(own), note=CURVE_NOTE)
@@ -451,11 +451,12 @@ def section(report: RunReport) -> Section | None:
     return found
 
 
-def _question_parts(name: str, use: ExitUse) -> list[Part]:
+def _question_parts(name: str, use: ExitUse, job: ExitUse) -> list[Part]:
+    # The tables of one question's exits; the first models are the job's.
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
     layer_rows = [
         [
-            f"{each.layer}" if each.layer > 0 else f"{each.layer} ({_place(use, str(each.layer))})",
+            f"{each.layer}" if each.layer > 0 else f"{each.layer} ({_place(job, str(each.layer))})",
             each.probe,
             "yes" if each.peek else "no",
             *("stays" if ahead is None else f"{ahead:.2f}" for ahead in each.thresholds.values()),
@@ -723,10 +724,11 @@ def _with_ends(use: ExitUse, ended: Mapping[str, Mapping[str, Any]]) -> ExitUse:
 
 
 def _joined(use: ExitUse, questions: dict[str, ExitUse]) -> ExitUse:
-    """Return the exits of a job with those of its `questions`. As long as one question has exits, so has the job."""
-    found = list(questions.values())
-    best = next((own for own in found if own.reason is None), found[0])
-    reason = None if best.reason is None else "no question has any"
+    """Return the exits of a job with those of its `questions`. As long as one question has exits, so has the job; they
+    have stopped if those of any question have."""
+    order = ("calibrated", "reused", "stopped", "none")
+    best = min(questions.values(), key=lambda own: order.index(own.status))
+    reason = {"stopped": "no question has any left", "none": "no question has any"}.get(best.status)
     update = {"status": best.status, "reason": reason, "stopped_window": best.stopped_window}
     return use.model_copy(update=update | {"questions": questions})
 
