@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from benchmarks import forms
 from benchmarks.forms import FORMS, Form, Task, Texts, figures, labels, promised, wording
@@ -60,7 +61,8 @@ def test_all_forms_of_made_texts(
     assert np.allclose(told, cued, atol=1e-5)  # without a chat both end in Answer:
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("| words, told, cued |") for line in lines) == 2
-    assert sum("| 4 |" in line for line in lines) == 2  # rows in other orders, after each run
+    assert sum(line.startswith("| sample-made | words | 4 |") for line in lines) == 2  # other orders, after each run
+    assert sum(line.startswith("| sample-made | choice | 4 |") for line in lines) == 2  # with a list and without
 
 
 def test_wordings() -> None:
@@ -104,3 +106,8 @@ def test_floors_that_are_found_for_resampled_rows_are_held_against_all(monkeypat
     assert 0.02 < np.mean(accepted) < 0.6
     assert broken <= 20
     assert promised(probabilities, np.zeros(400, bool), 0.9) == ([], 0)
+
+
+def test_pairs_are_compared_row_by_row() -> None:
+    found, before = np.array([True, True, True, False]), np.array([True, False, False, True])
+    assert forms._compared(found, before) == f"0.75, 2 won, 1 lost (p = {binomtest(2, 3).pvalue:.2g})"
