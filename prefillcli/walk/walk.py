@@ -425,7 +425,8 @@ class LayerWalk:
             self.regroup(state, left, attention)
             tick(gone * (1 - through / len(self.layers)))
         else:
-            state.pack = replace(state.pack, reads=[state.pack.reads[read] for read in at])
+            reads, behind = ([own[read] for read in at if own] for own in (state.pack.reads, state.pack.behind))
+            state.pack = replace(state.pack, reads=reads, behind=tuple(behind))
 
     def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
         # The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments.

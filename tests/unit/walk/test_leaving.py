@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from prefillcli.core.request import Request, answer_requests
+from prefillcli.engines.base import EarlyExits, Readings, Treatment
+from prefillcli.engines.hf import HfEngine
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import LayersDone, Limits, Pack
 from prefillcli.plan.plan import make_plan
+from prefillcli.rows.records import Prompt as Prompted
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.plan.test_exit_work import layers_needed
@@ -261,6 +267,40 @@ def test_nobody_goes_on_alone_for_the_sake_of_those_who_have_left() -> None:
     rule = LeaveAfter(dict.fromkeys(range(6), 1), regroup_cost=float("inf"))
     found = walked(model_of("gemma3_text"), two_levels(), rule, chunk=50)
     assert found.full == [trie_tokens(two_levels())] * 2 + [0] * 5
+
+
+class LeaveAtOnce:
+    """A rule by which a prompt leaves after the last layer but one, or never."""
+
+    def __init__(self, layer: int, leaves: bool) -> None:
+        self.layers = (layer,)
+        self._leaves = leaves
+
+    def peeks(self, layer: int) -> bool:
+        return False
+
+    def decide(self, layer: int, readings: Readings) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(len(readings.logits), self._leaves), np.zeros_like(readings.logits)
+
+
+def test_labels_of_several_tokens_stay_behind_their_prompts_where_nothing_is_laid_out_anew() -> None:
+    rng, model = np.random.default_rng(4), model_of("llama")
+    prompts = [tokens(rng, 40) for _ in range(6)]
+    labels = [LabelSet.of([[rng.integers(3, 90, 3).tolist()] for _ in range(2 + number % 2)]) for number in range(6)]
+    wanted = answer_requests(
+        HfEngine(model.eval(), max_length=512),
+        [Request(Prompted(row, own, labels[row])) for row, own in enumerate(prompts)],
+    )
+    model.set_attn_implementation(ATTENTION)
+    layer = len(model.get_decoder().layers) - 2
+    rules = {number: LeaveAtOnce(layer, leaves=number == 0) for number in range(6)}
+    with closing(TorchEngine(LayerWalk(model, chunk_tokens=64), limits=ONE_PACK)) as engine:
+        (pack,) = make_plan(prompts, ONE_PACK, labels=labels).packs
+        (found,) = engine.answer(pack, labels.__getitem__, lambda _: None, Treatment(EarlyExits(rules)))
+    for own in found:
+        assert own.exit_layer == (layer if own.prompt == 0 else None)
+        if own.prompt:
+            assert np.abs(own.logprobs - wanted[own.prompt].logprobs).max() < 1e-4
 
 
 @each_device
