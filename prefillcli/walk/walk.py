@@ -425,8 +425,9 @@ class LayerWalk:
             self.regroup(state, left, attention)
             tick(gone * (1 - through / len(self.layers)))
         else:
-            reads, behind = ([own[read] for read in at if own] for own in (state.pack.reads, state.pack.behind))
-            state.pack = replace(state.pack, reads=reads, behind=tuple(behind))
+            pack = state.pack
+            behind = tuple(pack.behind_read(read) for read in at) if pack.behind else ()
+            state.pack = replace(pack, reads=[pack.reads[read] for read in at], behind=behind)
 
     def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
         # The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments.
