@@ -285,6 +285,7 @@ class LeaveAtOnce:
 
 def test_labels_of_several_tokens_stay_behind_their_prompts_where_nothing_is_laid_out_anew() -> None:
     rng, model = np.random.default_rng(4), model_of("llama")
+    model.set_attn_implementation("eager")
     prompts = [tokens(rng, 40) for _ in range(6)]
     labels = [LabelSet.of([[rng.integers(3, 90, 3).tolist()] for _ in range(2 + number % 2)]) for number in range(6)]
     wanted = answer_requests(
