@@ -38,8 +38,8 @@ from prefillcli.engines.base import (
 from prefillcli.engines.registry import require_engine
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
-from prefillcli.models.find import with_weights
 from prefillcli.models.heads import ClassHead
+from prefillcli.models.load import saved_weights
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import length_switch
 from prefillcli.plan.behind import LabelSet, LabelTokens
@@ -484,14 +484,15 @@ def check_place(choice: PlaceChoice, opened: Opened, options: Mapping[str, Any])
 
 def load(request: LoadRequest) -> Loaded[VllmEngine]:
     """As `Loader`. vLLM decides by itself how much fits."""
-    opened = replace(request.opened, files=with_weights(request.opened.files))
-    if not opened.files.saved:
+    opened = request.opened
+    folder = saved_weights(opened.files)
+    if folder is None:
         raise ResourceError(
             f"{opened.files.origin}: vLLM reads a GGUF model's weights from the cache, which has no room for them\n"
             "make room, set XDG_CACHE_HOME to a larger disk, or take --engine torch"
         )
     engine = VllmEngine(
-        opened.files.path,
+        folder,
         dtype=str(opened.files.dtype).removeprefix("torch."),
         max_length=opened.max_length,
         head=opened.files.head,

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import build_empty, refuse_larger
 from prefillcli.models.files import (
     CLASSIFIER,
@@ -26,14 +26,12 @@ from prefillcli.models.files import (
     quoted,
     read_tensors,
     refuse_code_elsewhere,
-    weight_files,
 )
-from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_cached, open_gguf, prune_cached
+from prefillcli.models.gguf import GgufModel, describe_gguf, open_gguf, prune_cached
 from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import read_config, text_part
 from prefillcli.models.shape import is_encoder, longest_prompt, refusal, sees_nothing
 from prefillcli.rows.proof import gguf_parts
-from prefillcli.runtime.memory import loadable_memory
 from prefillcli.walk.forest import UnsupportedModelError
 
 
@@ -49,8 +47,8 @@ class ModelFiles:
     `dtype` is the one that it computes in. Where that is neither the saved nor the requested one, `dtype_why` gives
     the reason.
 
-    `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
-    configuration and tokenizer, and with the weights once they are `saved` there.
+    `path` is its directory. For a model in GGUF format, this is a directory with configuration and tokenizer that
+    prefill keeps of it.
     """
 
     path: Path
@@ -77,11 +75,6 @@ class ModelFiles:
     def encoder(self) -> bool:
         """True if it is an encoder with a classification head, which reads a whole text in both directions."""
         return self.head is not None and is_encoder(self.config)
-
-    @property
-    def saved(self) -> bool:
-        """True if the weights are in `path` as safetensors."""
-        return self.gguf is None or bool(weight_files(self.path))
 
     @property
     def max_length(self) -> int:
@@ -139,9 +132,7 @@ def read_model_files(
     if not isinstance(own, torch.dtype):
         raise UsageError(f"{folder}/config.json: dtype is {quoted(own)}; it must be a name like float32")
     chosen = getattr(torch, dtype) if dtype != "auto" else own
-    if gguf is not None:
-        folder = find_cached(gguf.cached_name(chosen)) or folder
-    else:
+    if gguf is None:
         check_weights(folder, tensors, config, quantised=quantised is not None)
         if type(whole).__module__.startswith("transformers."):  # the user trusts the model's own code
             model = partial(build_empty, whole, found, part, chosen)
@@ -152,10 +143,7 @@ def read_model_files(
 
 def in_dtype(files: ModelFiles, dtype: torch.dtype) -> ModelFiles:
     """Return the same model, to be computed in another dtype."""
-    path = files.path
-    if files.gguf is not None:
-        path = find_cached(files.gguf.cached_name(dtype)) or describe_gguf(files.gguf)
-    return replace(files, dtype=dtype, path=path)
+    return replace(files, dtype=dtype)
 
 
 @contextmanager
@@ -171,27 +159,7 @@ def _described_by(file: Path) -> Iterator[None]:
         raise UsageError(f"{file}: transformers makes no model of it: {brief(error)}") from None
 
 
-def with_weights(files: ModelFiles) -> ModelFiles:
-    """Return the same model with its weights saved in its directory, where the cache has room for those of a GGUF
-    file.
-
-    Raises ResourceError where the host has no memory to dequantise them, and UsageError.
-    """
-    if files.gguf is None or files.saved:
-        return files
-    need = files.gguf.nbytes(files.dtype)
-    most = loadable_memory(torch.device("cpu"))
-    if most is not None and need > most:
-        raise ResourceError(
-            f"{files.origin}: dequantised once, the weights take {need / 2**30:.1f} GiB of memory in "
-            f"{str(files.dtype).removeprefix('torch.')}, and {most / 2**30:.1f} GiB are free\n"
-            "take another --dtype, or the model as safetensors"
-        )
-    folder = dequantise_gguf(files.gguf, files.path, files.dtype)
-    return files if folder is None else replace(files, path=folder)
-
-
 def prune_cache(files: ModelFiles, most: int) -> None:
     """Make room in the cache, which takes about `most` bytes, for a GGUF model that will be used."""
     if files.gguf is not None:
-        prune_cached(most, 0 if files.saved else files.gguf.nbytes(files.dtype))
+        prune_cached(most)

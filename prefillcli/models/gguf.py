@@ -1,8 +1,7 @@
-"""Models in GGUF format: opened without reading a weight, and their weights as numbers that torch computes with.
+"""Models in GGUF format: opened without reading a weight.
 
-transformers reads the file, which takes seconds for a small model and minutes for a large one. So the result is kept
-as an ordinary model folder: first configuration and tokenizer, then, once a job loads them, the weights in the dtype
-of the run.
+transformers makes configuration and tokenizer of a file's header, which takes seconds. So they are kept as an ordinary
+model folder. The weights stay in the file (`placement.py`); vLLM alone gets them as safetensors, in such a folder.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import processors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as reader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.completeness import bounded, quiet_transformers, require_complete
+from prefillcli.models.completeness import bounded, quiet_transformers
 from prefillcli.models.files import check_ranges, layer_number
 from prefillcli.rows.filesystems import refuse_pointer
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import step, step_goes_on
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
+from prefillcli.walk.blocks import FLOATS, blocks_bytes
+from prefillcli.walk.forest import UnsupportedModelError
 
 # The header of a GGUF file: the model's settings, and the places of its tensors. No tensor is read.
 #
@@ -97,15 +97,16 @@ class GgufHeader:
         return self.fields.get(f"{self.architecture}.{name}")
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of a file. Raises UsageError if it is not a GGUF file or ends before its header does."""
+def read_gguf_header(path: Path, *, whole: bool = False) -> GgufHeader:
+    """Read the header of a file, with `whole` arrays or the lengths of long ones. Raises UsageError if it is not a
+    GGUF file or ends before its header does."""
     refuse_pointer(path)
     try:
         size = path.stat().st_size
         if size < 24:
             raise UsageError(f"{path}: not a GGUF file: {size} bytes")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).header(path)
+            return _Cursor(data, whole=whole).header(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except _NoGgufError as error:
@@ -117,11 +118,12 @@ class _NoGgufError(Exception):
 
 
 class _Cursor:
-    """Reads a mapped file from its beginning on."""
+    """Reads a mapped file from its beginning on; of long arrays only the length, unless they are read `whole`."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap, *, whole: bool = False) -> None:
         self._data = data
         self._at = 0
+        self._whole = whole
 
     def header(self, path: Path) -> GgufHeader:
         if self._data[:4] != _MAGIC:
@@ -169,17 +171,18 @@ class _Cursor:
             raise _NoGgufError(f"damaged: a setting of type {kind}")
         inner, count = self._unpack("<IQ")
         if inner in _NUMBERS:
-            if count <= _KEPT_ITEMS:
+            if count <= _KEPT_ITEMS or self._whole:
                 return list(self._unpack(f"<{count}{_NUMBERS[inner]}"))
             self._skip(count * struct.calcsize(f"<{_NUMBERS[inner]}"))
             return count
         if inner not in (_STRING, _ARRAY):
             raise _NoGgufError(f"damaged: an array of type {inner}")
+        if inner == _ARRAY and count:
+            raise _NoGgufError("an array of arrays is not read")
+        if self._whole:
+            return [self._text() for _ in range(count)]
         for _ in range(count):
-            if inner == _STRING:
-                self._skip(*self._unpack("<Q"))
-            else:
-                raise _NoGgufError("an array of arrays is not read")
+            self._skip(*self._unpack("<Q"))
         return count
 
     def _text(self) -> str:
@@ -202,50 +205,29 @@ class _Cursor:
             raise _NoGgufError(f"truncated: it ends after {len(self._data):,} bytes, in its header")
 
 
-def write_joined(parts: Sequence[GgufHeader], path: Path, *, data: bool) -> None:
-    """Join the parts of a split model in one file at `path`, which must not exist yet.
+def write_joined(parts: Sequence[GgufHeader], path: Path) -> None:
+    """Join the headers of a split model's parts in one file at `path`, which must not exist yet.
 
-    Without `data` the tensors are holes in the file: it describes the model, and takes no room on the disk.
+    The tensors are holes in the file: it describes the model, and takes no room on the disk.
     """
     first = parts[0]
     settings = [raw for name, raw in first.raw.items() if not name.startswith("split.")]
-    places: list[tuple[GgufHeader, GgufTensor, int]] = []
     table, end = [], 0
-    for part in parts:
-        for tensor in part.tensors:
-            name = tensor.name.encode()
-            shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
-            table.append(struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", tensor.kind, end))
-            places.append((part, tensor, end))
-            end += -(-tensor_bytes(tensor) // first.alignment) * first.alignment
+    for tensor in (tensor for part in parts for tensor in part.tensors):
+        name = tensor.name.encode()
+        shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
+        table.append(struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", tensor.kind, end))
+        end += -(-tensor_bytes(tensor) // first.alignment) * first.alignment
     head = _MAGIC + struct.pack("<IQQ", first.version, len(table), len(settings)) + b"".join(settings + table)
     start = -(-len(head) // first.alignment) * first.alignment
     with path.open("xb") as file:
         file.write(head)
-        if data:
-            for part, tensor, offset in places:
-                with part.path.open("rb") as source:
-                    source.seek(part.data_start + tensor.offset)
-                    file.seek(start + offset)
-                    _copy(source, file, tensor_bytes(tensor))
         file.truncate(start + end)
 
 
 def tensor_bytes(tensor: GgufTensor) -> int:
     """Return the number of bytes of a tensor in its file; its kind must be known to the package `gguf`."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
-    return int(tensor.numbers // numbers * size)
-
-
-def _copy(source: Any, target: Any, count: int) -> None:
-    while count:
-        block = source.read(min(count, 16 << 20))
-        if not block:
-            raise UsageError(f"{source.name}: was cut short while it was read")
-        target.write(block)
-        count -= len(block)
+    return blocks_bytes(tensor.kind, tensor.numbers)
 
 
 # Whether a GGUF file is whole, and whether transformers builds the model that the file describes.
@@ -608,10 +590,7 @@ def _locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 _FORMAT = 2  # of the cached folders
-_TOKENIZER_BYTES = 64 << 20  # a large one as files
-_SHARD = "2GB"  # of the cached weights, copied in memory at a time while they are written
-_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+TOKENIZER_BYTES = 64 << 20  # a large one as files
 
 
 @dataclass(frozen=True, slots=True)
@@ -634,13 +613,22 @@ class GgufModel:
     def dtype(self) -> torch.dtype:
         """The dtype of the computation: that of the saved numbers, or bfloat16 where they are quantised."""
         kinds = {tensor.kind for tensor in self.tensors}
-        if kinds <= _FLOATS.keys():
-            return next((_FLOATS[kind] for kind in (30, 1) if kind in kinds), torch.float32)
+        if kinds <= FLOATS.keys():
+            return next((FLOATS[kind] for kind in (30, 1) if kind in kinds), torch.float32)
         return torch.bfloat16
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Return the number of bytes of the weights in this dtype."""
         return dtype.itemsize * sum(tensor.numbers for tensor in self.tensors)
+
+    def bytes_around(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the weights outside the decoder layers: those in blocks stay so, others have this
+        dtype."""
+        return sum(
+            dtype.itemsize * each.numbers if each.kind in FLOATS else tensor_bytes(each)
+            for each in self.tensors
+            if layer_number(each.name) is None
+        )
 
     def cached_name(self, dtype: torch.dtype | None = None) -> str:
         """Return the name in the cache: of configuration and tokenizer, or of the whole model in a `dtype`."""
@@ -666,45 +654,12 @@ def describe_gguf(model: GgufModel) -> Path:
     """Make a folder with the model's configuration and tokenizer. Raises UsageError for files that transformers
     cannot read."""
     make = partial(_describe, model)
-    return make_cached(model.cached_name(), make, size=_TOKENIZER_BYTES) or make_once(make)
-
-
-def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path | None:
-    """Return a folder with the whole model in `dtype`, made if it is missing; None where the cache has no room for it.
-
-    `folder` is that of `describe_gguf`. Raises UsageError and ResourceError.
-    """
-    size = _TOKENIZER_BYTES + model.nbytes(dtype)
-    return make_cached(model.cached_name(dtype), partial(_dequantise, model, folder, dtype), size=size)
-
-
-def load_gguf(
-    model: GgufModel, folder: Path, dtype: torch.dtype, attention: str | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the model into memory, on the CPU; return it with transformers' report on loading it. `folder` as in
-    `dequantise_gguf`.
-
-    Raises UsageError, and OSError where the disk is full.
-    """
-    with _reading(model), _whole_file(model.parts) as file:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            config=AutoConfig.from_pretrained(folder),
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=dtype,
-            attn_implementation=attention,
-            output_loading_info=True,
-        )
-    model.contents.require_unchanged()
-    vars(loaded.config).pop("quantization_config", None)  # it is no longer quantised
-    loaded.hf_quantizer = None
-    return loaded, info
+    return make_cached(model.cached_name(), make, size=TOKENIZER_BYTES) or make_once(make)
 
 
 def _describe(model: GgufModel, folder: Path) -> None:
     header = model.parts[0]
-    with _reading(model), _whole_file(model.parts, data=False) as file:
+    with _reading(model), _whole_file(model.parts) as file:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         complete_config(model.parts, config)
         config._name_or_path = ""
@@ -713,10 +668,7 @@ def _describe(model: GgufModel, folder: Path) -> None:
             with torch.device("meta"), bounded(header.path, sum(held), len(held)):
                 empty = AutoModelForCausalLM.from_config(config)
             numbers = {id(each): each.numel() for each in empty.state_dict(keep_vars=True).values()}
-            # transformers' names for the tensors in a file of this model; those of joined experts lack `.weight`.
-            kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
-            known: dict[str, str] = reader.get_gguf_hf_weights_map(empty, kind(config=config.to_dict()))
-            check_tensors(model.parts, config, sum(numbers.values()), known)
+            check_tensors(model.parts, config, sum(numbers.values()), TensorRules(model, empty).names)
             config.architectures = [type(empty).__name__]
         config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -742,39 +694,92 @@ def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
     backend.post_processor = first if before is None else processors.Sequence([before, first])
 
 
-def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: Path) -> None:
-    step(_CONVERTING.format(model.origin.name), at_once=True)
-    loaded, info = load_gguf(model, described, dtype, None)
-    require_complete(model.origin, loaded, info)
-    with _reading(model):
-        loaded.save_pretrained(folder, max_shard_size=_SHARD)
-        for file in described.iterdir():
-            if file.is_file() and not (folder / file.name).exists():
-                (folder / file.name).write_bytes(file.read_bytes())
+#: Makes numbers of a model of those of a file, float32 of the tensor's shape.
+Change = Callable[[np.ndarray[Any, np.dtype[np.float32]]], np.ndarray[Any, np.dtype[np.float32]]]
 
 
-def _each_told(model: GgufModel, tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
-    # The tensors that transformers converts, in place of its progress bar.
-    whole, done = max(sum(each.numbers for each in model.tensors), 1), 0
-    for tensor in tensors:
-        step_goes_on(f"{_CONVERTING.format(model.origin.name)}, {done / whole:.0%}")
-        yield tensor
-        done += int(tensor.n_elements)
-    step_goes_on(f"{_CONVERTING.format(model.origin.name)}, writing it")
+class TensorRules:
+    """transformers' rules for the tensors of a GGUF file: their `names` in the `model`, which may be on the meta
+    device, and how their numbers change. Raises UsageError."""
+
+    def __init__(self, gguf: GgufModel, model: PreTrainedModel) -> None:
+        kind = reader.TENSOR_PROCESSORS.get(gguf.parts[0].architecture, reader.TensorProcessor)
+        self._processor = kind(config=model.config.to_dict())
+        with _reading(gguf):
+            self.names: dict[str, str] = reader.get_gguf_hf_weights_map(model, self._processor)
+        self._known: dict[tuple[str, tuple[int, ...]], tuple[bool, str | None]] = {}
+
+    def of(self, tensor: GgufTensor) -> tuple[str | None, Change | None]:
+        """Return a tensor's name in the model, None where it has none; and what changes its numbers, if anything does.
+
+        Tensors that differ in the number of their layer alone are changed alike.
+        """
+        key = _NUMBER.sub("", tensor.name), tensor.shape
+        if key not in self._known:
+            before = np.broadcast_to(np.float32(-1), tensor.shape)  # one number: it takes no memory
+            name, after = self._changed(tensor.name, before)
+            self._known[key] = after is not before, None if name == tensor.name else name
+        changes, own = self._known[key]
+        return own or self.names.get(tensor.name), partial(self._change, tensor.name) if changes else None
+
+    def _change(self, name: str, array: Any) -> Any:
+        return self._changed(name, array)[1]
+
+    def _changed(self, name: str, array: Any) -> tuple[str, Any]:
+        # The numbers as the model has them; their name, or that in the model where transformers looks up none.
+        kept: dict[str, Any] = {"tensors": {}}
+        found = self._processor.process(array, name, tensor_key_mapping=self.names, parsed_parameters=kept)
+        if found.name is not None:
+            return found.name, found.weights
+        if len(kept["tensors"]) != 1:
+            raise UnsupportedModelError(f"transformers makes several tensors of {name}, which is not known here")
+        ((own, tensor),) = kept["tensors"].items()
+        return own, tensor.numpy()
 
 
-_CONVERTING = "converting {} to safetensors, once"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class _Settings:
+    """Stands in for the reader of the package `gguf`, which takes 10 s for the tokens of a large vocabulary."""
+
+    def __init__(self, path: str | Path) -> None:
+        header = read_gguf_header(Path(path), whole=True)
+        self.tensors = header.tensors
+        self.fields = {name: _Setting(value) for name, value in header.fields.items()}
+
+
+class _Setting:
+    """A setting's values, as transformers takes them from that reader."""
+
+    types = ()
+
+    def __init__(self, value: Any) -> None:
+        self.parts = value if isinstance(value, list) else [value]
+        self.data = range(len(self.parts))
+
+
+def _as_it_is(value: Any, types: Any) -> Any:
+    return value
+
+
+_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
 @contextmanager
 def _reading(model: GgufModel) -> Iterator[None]:
-    # No progress bars. Errors name the file; those of a full disk and full memory pass.
+    # transformers with a faster reader of headers, and without progress bars. Errors name the file; those of a full
+    # disk and full memory pass.
     import gguf
 
-    bar: Callable[..., Any] = reader.tqdm
-    names: Callable[..., Any] = gguf.get_tensor_name_map
-    reader.tqdm = partial(_each_told, model)
-    gguf.get_tensor_name_map = cache(names)  # transformers has it make the same map for each module of a model
+    faster: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (gguf, "GGUFReader", cache(_Settings)),
+        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),  # it is made anew for each module of a model
+        (reader, "_gguf_parse_value", _as_it_is),
+    )
+    before = [(module, name, getattr(module, name)) for module, name, _ in faster]
+    for module, name, function in faster:
+        setattr(module, name, function)
     try:
         with quiet_transformers():
             yield
@@ -791,26 +796,20 @@ def _reading(model: GgufModel) -> Iterator[None]:
             "take the model as safetensors"
         ) from None
     finally:
-        reader.tqdm = bar
-        gguf.get_tensor_name_map = names
+        for module, name, function in before:
+            setattr(module, name, function)
 
 
 @contextmanager
-def _whole_file(parts: Sequence[GgufHeader], *, data: bool = True) -> Iterator[Path]:
-    # The one file of a model, or a file of its joined parts that exists as long as it is read.
+def _whole_file(parts: Sequence[GgufHeader]) -> Iterator[Path]:
+    # The one file of a model, or a file of its joined headers that exists as long as it is read.
     if len(parts) == 1:
         yield parts[0].path
         return
-    place, room = cache_folder() / "gguf", contextlib.ExitStack()
-    if keep := data and place.is_dir():
-        room.enter_context(_locked(place / "joined.lock", how=fcntl.LOCK_SH))
-    with (
-        room,
-        tempfile.TemporaryDirectory(prefix="joined.", suffix=_UNFINISHED, dir=place if keep else None) as folder,
-    ):
+    with tempfile.TemporaryDirectory(prefix="prefill-gguf-") as folder:
         file = Path(folder, parts[0].path.name)
         try:
-            write_joined(parts, file, data=data)
+            write_joined(parts, file)
         except OSError as error:
             raise ResourceError(f"{parts[0].path}: its parts cannot be joined in {folder}: {error.strerror}") from None
         yield file

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
-from prefillcli.models.find import ModelFiles, with_weights
-from prefillcli.models.gguf import load_gguf
+from prefillcli.models.find import ModelFiles
+from prefillcli.models.gguf import TOKENIZER_BYTES, GgufModel, make_cached
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part, read_config
+from prefillcli.models.placement import read_all
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import Quantisation, plan_quantisation
+from prefillcli.runtime.clock import step
 from prefillcli.walk.forest import ATTENTION, register
 
 ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide a step of an activation
@@ -55,13 +58,11 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load the model on `device`, built by transformers from safetensors or GGUF only. `attention` is transformers'
     name for one (None: its own choice). Raises UsageError."""
-    files = with_weights(files)
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     with quiet_transformers():
-        if files.gguf is not None and not files.saved:
-            model, info = load_gguf(files.gguf, files.path, files.dtype, attention)
-            return _placed(files, model, info, device)
         try:
+            if files.gguf is not None:
+                return _placed(files, *_load_gguf(files.gguf, files, attention), device)
             if files.part_of is not None:
                 return _placed(files, *load_text_part(files.path, files.dtype, attention), device)
             model, info = auto_class(files.head).from_pretrained(
@@ -84,6 +85,46 @@ def load_weights(
     if quantisation is not None and quantisation.kept == "unpacked" and files.dtype == torch.float32:
         nn.Module.float(model)  # transformers unpacks some experts to bfloat16, whatever the dtype is
     return _placed(files, model, info, device)
+
+
+def _load_gguf(gguf: GgufModel, files: ModelFiles, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    # The model on the CPU with all weights unpacked, and transformers' report on loading it.
+    config = read_config(files.path)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=files.dtype)
+    given = read_all(gguf, empty, files.dtype)
+    gguf.contents.require_unchanged()
+    model, info = type(empty).from_pretrained(
+        None,
+        config=config,
+        state_dict=given,
+        dtype=files.dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+    )
+    return model, info
+
+
+_SHARD = "2GB"  # of saved weights, copied in memory at a time while they are written
+
+
+def saved_weights(files: ModelFiles) -> Path | None:
+    """Return the folder with a model's safetensors. Those of a GGUF model are made in the cache; None where it has no
+    room for them. Raises UsageError and ResourceError."""
+    gguf = files.gguf
+    if gguf is None:
+        return files.path
+
+    def make(folder: Path) -> None:
+        step(f"converting {gguf.origin.name} to safetensors, once", at_once=True)
+        model = load_weights(files, torch.device("cpu"))
+        with quiet_transformers():
+            model.save_pretrained(folder, max_shard_size=_SHARD)
+        for file in files.path.iterdir():
+            if file.is_file() and not (folder / file.name).exists():
+                (folder / file.name).write_bytes(file.read_bytes())
+
+    return make_cached(gguf.cached_name(files.dtype), make, size=TOKENIZER_BYTES + gguf.nbytes(files.dtype))
 
 
 def _further_arguments(

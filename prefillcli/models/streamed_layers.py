@@ -9,312 +9,45 @@ spread evenly, so that the reads spread as well.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
-from prefillcli.errors import ContentChangedError, PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import limit_kernel_advice, quiet_transformers, require_complete
-from prefillcli.models.files import data_start, read_header, weight_files
-from prefillcli.models.find import ModelFiles, with_weights
+from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import read_config
 from prefillcli.models.open import Opened
+from prefillcli.models.placement import (
+    Blocks,
+    LayerFiles,
+    Piece,
+    Placement,
+    Plain,
+    Stored,
+    WeightFiles,
+    place_gguf,
+    place_weights,
+)
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
 from prefillcli.runtime import memory
+from prefillcli.walk.blocks import keep_packed
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.walk.model_ends import decoder_layers
 from prefillcli.walk.walk import LayerSource, PassSpeed
-
-# The map from bytes of a model's files to numbers of its decoder layers.
-#
-# transformers renames tensors and joins those of experts when it loads a model. Here its own rules are applied to the
-# names alone, so that a single layer can be read later, and repeatedly.
-
-
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as a file has it."""
-
-    name: str
-    path: Path
-    offset: int  # of its first byte in the file
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`count` numbers that lie side by side in a file and in a tensor of a layer; there the first is number `start`.
-
-    `expert` is their expert; None where all tokens need them.
-    """
-
-    path: Path
-    offset: int
-    dtype: torch.dtype  # as the file has them
-    count: int
-    tensor: str  # its name in the layer
-    start: int
-    expert: int | None = None
-
-
-@dataclass(slots=True)
-class LayerFiles:
-    """One decoder layer: its tensors by name, and the pieces that fill them."""
-
-    tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
-    experts: int = 0  # the number of experts that have their own pieces
-
-
-@dataclass(slots=True)
-class Placement:
-    """The contents of a model's files: the tensors of its decoder layers, its other tensors, and the names of those
-    that are not there."""
-
-    layers: list[LayerFiles]
-    others: list[Stored]
-    unread: list[str]
-
-
-def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
-    """Return the places of the weights of `model`, which may be on the meta device: only its tensors' names and shapes
-    count.
-
-    Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
-    transformers makes a layer's tensor from others in a way that is unknown here.
-    """
-    place = decoder_layers(model)
-    prefix = place.prefix
-    mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    wanted = model.state_dict()
-    placement = Placement([LayerFiles() for _ in place.layers], [], [])
-    sources: dict[str, dict[str | None, list[Stored]]] = defaultdict(lambda: defaultdict(list))
-    for stored in sorted(_stored_tensors(folder), key=lambda each: dot_natural_key(each.name)):
-        name, pattern = rename_source_key(stored.name, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and stored.name in wanted:
-            name, pattern = rename_source_key(stored.name, [], [], model.base_model_prefix, wanted)
-        if name not in wanted:
-            placement.unread.append(stored.name)
-        elif name.startswith(prefix):
-            sources[name][pattern].append(stored)
-        else:
-            placement.others.append(stored)
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    for name, tensor in wanted.items():
-        if not name.startswith(prefix):
-            continue
-        if name not in sources and name in model.all_tied_weights_keys:
-            raise UnsupportedModelError(
-                f"{folder}: {name} is that of another layer, which is not read layer by layer; take --weights resident"
-            )
-        number, _, inner = name.removeprefix(prefix).partition(".")
-        layer = placement.layers[int(number)]
-        layer.tensors[inner] = (tensor.shape, tensor.dtype)
-        layer.pieces += _pieces(folder, name, inner, tensor, sources.get(name, {}), by_pattern)
-    for layer in placement.layers:
-        _split_experts(layer)
-    return placement
-
-
-def _stored_tensors(folder: Path) -> Iterator[Stored]:
-    # All tensors of the files; the last one of a name counts, as in transformers.
-    found: dict[str, Stored] = {}
-    for path in weight_files(folder):
-        start = data_start(path)
-        for name, tensor in read_header(path).items():
-            dtype = _DTYPES.get(tensor["dtype"])
-            if dtype is None:
-                raise UnsupportedModelError(
-                    f"{path}: {name} is saved as {tensor['dtype']}, which is not read layer by layer; "
-                    "take --weights resident"
-                )
-            found[name] = Stored(name, path, start + tensor["data_offsets"][0], tuple(tensor["shape"]), dtype)
-    yield from found.values()
-
-
-def _pieces(
-    folder: Path,
-    name: str,
-    inner: str,
-    tensor: Tensor,
-    sources: Mapping[str | None, Sequence[Stored]],
-    converters: Mapping[str, Any],
-) -> list[Piece]:
-    # The pieces of a layer's tensor `name`, called `inner` in the layer, from the tensors that become it.
-    if not sources:
-        raise UsageError(f"{folder}: the weights lack {name}")
-    if list(sources) == [None]:
-        stored = sources[None][-1]
-        if torch.Size(stored.shape) != tensor.shape:
-            raise UsageError(f"{folder}: the shapes of the weights are not those of config.json")
-        return [Piece(stored.path, stored.offset, stored.dtype, prod(stored.shape), inner, 0)]
-    patterns = [pattern for pattern in sources if pattern is not None]
-    converter = converters[patterns[0]]
-    order = [pattern for pattern in converter.source_patterns if pattern in sources]
-    if len(order) != len(sources) or not _joins_experts(converter.operations, len(order)):
-        raise UnsupportedModelError(
-            f"{folder}: transformers makes {name} from other tensors in a way that is not known layer by layer; "
-            "take --weights resident"
-        )
-    parts = [sources[pattern] for pattern in order]
-    experts = len(parts[0])
-    widths = [stored[0].shape[0] for stored in parts]
-    shape = (experts, sum(widths), *parts[0][0].shape[1:])
-    alike = all(each.shape == stored[0].shape for stored in parts for each in stored)
-    if not alike or any(len(stored) != experts for stored in parts) or torch.Size(shape) != tensor.shape:
-        raise UsageError(f"{folder}: the shapes of the weights are not those of config.json")
-    found = []
-    for expert in range(experts):
-        start = expert * prod(shape[1:])
-        for each in (part[expert] for part in parts):
-            found.append(Piece(each.path, each.offset, each.dtype, prod(each.shape), inner, start, expert))
-            start += prod(each.shape)
-    return found
-
-
-def _joins_experts(operations: Sequence[Any], sources: int) -> bool:
-    # Whether the operations stack one tensor of each expert, and join the stacks of several tensors side by side.
-    kinds = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
-    joins = [(MergeModulelist, 0), (Concatenate, 1)]
-    return len(kinds) == len(operations) and kinds == (joins if sources > 1 else joins[: len(kinds)] or joins)
-
-
-def _split_experts(layer: LayerFiles) -> None:
-    # Cut pieces that hold all experts into one for each: tensors of a module named `experts`, all as long.
-    lengths = {shape[0] for name, (shape, _) in layer.tensors.items() if _is_of_experts(name) and shape}
-    if len(lengths) != 1:
-        layer.pieces = [replace(piece, expert=None) for piece in layer.pieces]
-        return
-    (layer.experts,) = lengths
-    pieces = []
-    for piece in layer.pieces:
-        if piece.expert is not None or not _is_of_experts(piece.tensor):
-            pieces.append(piece)
-            continue
-        count = piece.count // layer.experts
-        pieces += [
-            replace(
-                piece,
-                offset=piece.offset + each * count * piece.dtype.itemsize,
-                count=count,
-                start=each * count,
-                expert=each,
-            )
-            for each in range(layer.experts)
-        ]
-    layer.pieces = pieces
-
-
-def _is_of_experts(name: str) -> bool:
-    return "experts" in name.split(".")[-2:-1]
-
-
-# Reading numbers from a model's files, with a check that the files do not change.
-
-
-_STEP_BYTES = 16 << 20  # of one read: stopping takes as long as one read
-_CONVERTED = 16_384  # numbers converted at a time: too few for torch to start threads, which would slow the walk's
-
-
-class WeightFiles:
-    """Files that are open for reading, by several threads if need be."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._files: dict[Path, tuple[int, tuple[int, int]]] = {}
-        self._stopped = False
-        try:
-            for path in sorted(set(paths)):
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                self._files[path] = (file, _version(file))
-        except OSError as error:
-            self.close()
-            raise ResourceError(f"{error.filename}: cannot be read: {error.strerror}") from None
-
-    def read(self, path: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-        """Fill `target` [numbers] on the CPU with numbers that are saved as `dtype` from byte `offset` on.
-
-        Raises ContentChangedError if the file ends too early, ResourceError if it cannot be read.
-        """
-        if dtype == target.dtype:
-            self._read_bytes(path, offset, target.view(torch.uint8))
-            return
-        raw = torch.empty(min(_CONVERTED, len(target)), dtype=dtype)
-        for start in range(0, len(target), _CONVERTED):
-            part = target[start : start + _CONVERTED]
-            saved = raw[: len(part)]
-            self._read_bytes(path, offset + start * dtype.itemsize, saved.view(torch.uint8))
-            part.copy_(saved)
-
-    def require_unchanged(self, paths: Iterable[Path]) -> None:
-        """Raise ContentChangedError if one of these files has changed since it was opened."""
-        for path in paths:
-            file, version = self._files[path]
-            if _version(file) != version:
-                raise ContentChangedError(f"{path} has changed while the model was read from it; run the job again")
-
-    def stop(self) -> None:
-        """Let a read that another thread waits for end soon, with an error."""
-        self._stopped = True
-
-    def close(self) -> None:
-        """Close the files. No thread may be reading."""
-        for file, _ in self._files.values():
-            os.close(file)
-        self._files.clear()
-
-    def _read_bytes(self, path: Path, offset: int, target: Tensor) -> None:
-        file, _ = self._files[path]
-        rest = memoryview(target.numpy().data)
-        while rest:
-            if self._stopped:
-                raise InterruptedError("reading was stopped")
-            try:
-                count = os.preadv(file, [rest[:_STEP_BYTES]], offset)
-            except OSError as error:
-                raise ResourceError(f"{path}: cannot be read: {error.strerror}") from None
-            if not count:
-                raise ContentChangedError(f"{path} was cut short while the model was read from it; run the job again")
-            rest, offset = rest[count:], offset + count
-
-
-def _version(file: int) -> tuple[int, int]:
-    found = os.fstat(file)
-    return found.st_size, found.st_mtime_ns
-
 
 _ALIGNED = 64  # bytes: a cache line, and the alignment of torch's tensors
 _UNUSED_SHARE = 0.2  # experts are read when they are needed if more of them are likely to stay unused
@@ -403,7 +136,7 @@ class StreamedLayers(LayerSource):
 
     def layer_bytes(self, index: int) -> int:
         """Return the number of bytes of a layer in the files."""
-        return sum(piece.count * piece.dtype.itemsize for piece in self._files[index].pieces)
+        return sum(piece.nbytes for piece in self._files[index].pieces)
 
     def measure_speed(self) -> PassSpeed:
         """See `LayerSource`: read the first layer, and multiply with its largest matrix, which takes about as long as
@@ -561,10 +294,10 @@ class StreamedLayers(LayerSource):
 
     def _read(self, pieces: Sequence[Piece], target: Callable[[Piece], Tensor]) -> None:
         for piece in pieces:
-            self._reader.read(piece.path, piece.offset, piece.dtype, target(piece))
+            self._reader.read(piece, target(piece))
         self._reader.require_unchanged({piece.path for piece in pieces})
         with self._changed:
-            self.bytes_read += sum(piece.count * piece.dtype.itemsize for piece in pieces)
+            self.bytes_read += sum(piece.nbytes for piece in pieces)
 
     def _views(self, index: int, buffer: Tensor) -> dict[str, Tensor]:
         # The tensors of layer `index` in a buffer.
@@ -624,7 +357,7 @@ def _lay_out(
     places, end = {}, 0
     for name, (shape, dtype) in files.tensors.items():
         first = parts[name][0]
-        as_saved = device.type == "cpu" and first.dtype == dtype and _is_one_run(parts[name])
+        as_saved = device.type == "cpu" and first.form == Plain(dtype) and _is_one_run(parts[name])
         # Not every writer pads its header, so numbers may begin between two places that torch accepts.
         start = end + (first.offset % _ALIGNED if as_saved and first.offset % dtype.itemsize == 0 else 0)
         places[name] = (start, (shape, dtype))
@@ -635,7 +368,7 @@ def _lay_out(
 def _is_one_run(pieces: Sequence[Piece]) -> bool:
     # Whether the pieces of a tensor lie side by side in one file.
     return all(
-        after.path == before.path and after.offset == before.offset + before.count * before.dtype.itemsize
+        after.path == before.path and after.offset == before.offset + before.nbytes
         for before, after in pairwise(pieces)
     )
 
@@ -667,22 +400,31 @@ def _seconds(rows: torch.Tensor, weight: torch.Tensor) -> float:
 
 _STREAMED_SHARE = 1 / 4  # share of the free memory, where no --weights-memory is given
 _STREAMED_TO = ("cpu", "cuda")  # kinds of devices
+_UNPACKED_BYTES = 512 << 20  # of a GGUF model, where no --weights-memory is given: unpacking costs little
 _ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedPlan(WeightsPlan):
-    """At most `taken` bytes of the weights are on the device: this process's `share` of the bytes that all may
-    take."""
+    """At most `taken` bytes of the weights are on the device: this process's `share` of the bytes that all may take.
+    Where the user has not `given` them, they may be too few for two layers, and are raised."""
 
     share: float = 1.0
+    given: bool = True
     mode = "stream"
     place = "streamed from the files"
 
     def load(
         self, files: ModelFiles, device: torch.device, *, trust_remote_code: bool
     ) -> tuple[PreTrainedModel, StreamedLayers]:
-        return load_streamed(files, device, memory=self.taken, share=self.share, trust_remote_code=trust_remote_code)
+        return load_streamed(
+            files,
+            device,
+            memory=self.taken,
+            firm=self.given,
+            share=self.share,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def plan_streamed(
@@ -691,10 +433,12 @@ def plan_streamed(
     """Plan the memory in which the weights are streamed; None where they are not.
 
     Unless they `always` are, they are streamed, if possible, where they do not fit in the device's memory or in
-    `--weights-memory`. `draft` and `share` are as in `Feature.keep_weights`. Raises UsageError, and ResourceError
-    where the device certainly has no room.
+    `--weights-memory`, and on CPUs where they are packed in a GGUF file. `draft` and `share` are as in
+    `Feature.keep_weights`. Raises UsageError, and ResourceError where the device certainly has no room.
     """
-    sizes = layer_bytes(opened.files, opened.device)
+    sizes, packed = layer_bytes(opened.files, opened.device), None
+    if opened.files.gguf is not None and opened.device.type == "cpu":
+        packed = sizes[None] = opened.files.gguf.bytes_around(opened.files.dtype)
     total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
     small = draft_bytes(opened) if draft else 0
     free = None if most is None else max(most - small, 0)
@@ -702,7 +446,7 @@ def plan_streamed(
     limit = min((each for each in (allowed, free) if each is not None), default=total)
     streamable = opened.files.quantised is None and opened.files.part_of is None and opened.variants is None
     streamable = streamable and opened.device.type in _STREAMED_TO
-    if not always and (total <= limit or not streamable):
+    if not always and (not streamable or (packed is None and total <= limit)):
         return None
     if opened.device.type not in _STREAMED_TO:
         raise UsageError(
@@ -722,20 +466,27 @@ def plan_streamed(
             "take a smaller model, or another --dtype or --device"
         )
     enough = least + least // 50 + _ALIGNMENT_BYTES
-    most_memory = given or max(enough, int((free or 0) * _STREAMED_SHARE * share))
-    return StreamedPlan(total, min(most_memory, max(total, enough)), share)
+    wanted = int((free or 0) * _STREAMED_SHARE) if packed is None else min(_UNPACKED_BYTES, free or 0)
+    most_memory = given or max(enough, int(wanted * share))
+    return StreamedPlan(total, min(most_memory, max(total, enough)), share, given is not None)
 
 
 def load_streamed(
-    files: ModelFiles, device: torch.device, *, memory: int, share: float = 1.0, trust_remote_code: bool = False
+    files: ModelFiles,
+    device: torch.device,
+    *,
+    memory: int,
+    firm: bool = True,
+    share: float = 1.0,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, StreamedLayers]:
     """Load the model on `device` without the weights of its decoder layers; return it with the source that reads these
     from the files.
 
-    At most `memory` bytes of weights will be on the device, this process's `share` of the bytes that all may take. A
-    family that is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with the
-    memory that it takes, where this is too little; UnsupportedModelError for a model whose walk differs from its own
-    forward, and for files that cannot be read layer by layer.
+    At most `memory` bytes of weights will be on the device, this process's `share` of the bytes that all may take, or
+    as many as two layers need if it is not `firm`. A family that is not verified is rehearsed, which reads all weights
+    several times. Raises ResourceError, with the memory that it takes, where this is too little; UnsupportedModelError
+    for a model whose walk differs from its own forward, and for files that cannot be read layer by layer.
     """
     register()
     limit_kernel_advice(device.type)
@@ -746,20 +497,16 @@ def load_streamed(
             "take --weights resident"
         )
     with quiet_transformers():
-        files = with_weights(files)
-        if not files.saved:
-            raise ResourceError(
-                f"{files.origin}: weights are streamed from the cache, which has no room for them\n"
-                "make room, set XDG_CACHE_HOME to a larger disk, or take --weights resident"
-            )
         try:
-            model, placement = _load_around_layers(files, ATTENTION, trust_remote_code)
+            model, placement = _load_around_layers(files, device, ATTENTION, trust_remote_code)
         except KeyError:
-            model, placement = _load_around_layers(files, "eager", trust_remote_code)
+            model, placement = _load_around_layers(files, device, "eager", trust_remote_code)
     model, layers = _moved(model, placement, device)
-    around = sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
+    packed = _keep_ends_packed(files, model, placement.packed)
+    around = packed + sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
     sizes = [_lay_out(parts, device)[1] for parts in placement.layers]
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
+    memory = memory if firm else max(memory, least)
     if memory < least:
         given = f"{memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''}"
         raise ResourceError(
@@ -800,7 +547,7 @@ def _moved(
 
 
 def _load_around_layers(
-    files: ModelFiles, attention: str, trust_remote_code: bool
+    files: ModelFiles, device: torch.device, attention: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Placement]:
     # The model on the CPU as transformers loads it with this `attention`, but with the tensors of decoder layers on
     # the meta device; and the places of these in the files. Raises UsageError.
@@ -810,11 +557,14 @@ def _load_around_layers(
     try:
         with torch.device("meta"):
             empty = auto_class(files.head).from_config(whole, dtype=files.dtype, trust_remote_code=trust_remote_code)
-        placement = place_weights(files.path, empty)
-        given: dict[str, Tensor] = {}
-        for stored in placement.others:
-            with safe_open(stored.path, framework="pt") as file:
-                given[stored.name] = file.get_tensor(stored.name)
+        if files.gguf is None:
+            placement = place_weights(files.path, empty)
+            given = {stored.name: _mapped(stored) for stored in placement.others}
+        else:
+            placement = place_gguf(files.gguf, empty)
+            if device.type == "cpu":
+                placement.packed = _packed_ends(empty, placement.others)
+            given = _read_around(files, placement.others, placement.packed)
         prefix = decoder_layers(empty).prefix
         # One number stands for each tensor of a layer: it takes no memory, and transformers finds nothing missing.
         given |= {
@@ -844,6 +594,62 @@ def _load_around_layers(
             _exchange(layer, name, torch.empty_like(tensor, device="meta"))
             parts.tensors[name] = tensor.shape, tensor.dtype
     return model, placement
+
+
+def _mapped(stored: Stored) -> Tensor:
+    with safe_open(stored.path, framework="pt") as file:
+        found: Tensor = file.get_tensor(stored.name)
+        return found
+
+
+def _read_around(files: ModelFiles, others: Sequence[Stored], packed: Collection[str]) -> dict[str, Tensor]:
+    # The tensors of a GGUF model outside its layers. One number stands for those that stay packed.
+    reader = WeightFiles(each.path for each in others)
+    try:
+        return {
+            each.name: torch.zeros((), dtype=files.dtype).expand(each.shape)
+            if each.name in packed
+            else reader.tensor(each, files.dtype)
+            for each in others
+        }
+    finally:
+        reader.close()
+
+
+def _packed_ends(model: PreTrainedModel, others: Sequence[Stored]) -> dict[str, Stored]:
+    # The weights of embedding and head that can stay in blocks on a CPU, by their names.
+    ends = _ends(model)
+    in_blocks = {each.name: each for each in others if isinstance(each.form, Blocks) and each.form.change is None}
+    found: dict[str, Stored] = {}
+    for end in ends:
+        names = _names_of(model, end.weight)
+        users = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        fits = all(isinstance(user, nn.Embedding) or type(user) is nn.Linear for user in users)
+        if fits and all(user in ends for user in users):
+            found |= {name: in_blocks[name] for name in names if name in in_blocks}
+    return found
+
+
+def _ends(model: PreTrainedModel) -> list[Any]:
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def _names_of(model: PreTrainedModel, weight: Tensor) -> list[str]:
+    # The names of a parameter, which modules may share.
+    return [name for name, each in model.named_parameters(remove_duplicate=False) if each is weight]
+
+
+def _keep_ends_packed(files: ModelFiles, model: PreTrainedModel, packed: Mapping[str, Stored]) -> int:
+    # Give embedding and head their packed weights; return the bytes of these.
+    reader = WeightFiles(each.path for each in packed.values())
+    try:
+        matrices = {name: reader.matrix(each, files.dtype) for name, each in packed.items()}
+    finally:
+        reader.close()
+    found = [(end, matrices[name]) for end in _ends(model) for name in _names_of(model, end.weight) if name in packed]
+    for end, matrix in found:
+        keep_packed(end, matrix)
+    return sum(matrix.nbytes for matrix in matrices.values())
 
 
 def _keep_buffers(layer: nn.Module, streamed: set[str], device: torch.device) -> None:

@@ -26,6 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from prefillcli.errors import UsageError
 from prefillcli.models.files import layer_number, read_header, weight_files
 from prefillcli.models.find import ModelFiles
+from prefillcli.models.gguf import tensor_bytes
 from prefillcli.models.heads import auto_class
 from prefillcli.models.law import FREE_SHARE
 from prefillcli.models.open import Opened, refuse_what_cannot_fit, weights_of
@@ -456,11 +457,11 @@ def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int
 
 
 def _saved_tensors(files: ModelFiles, device: torch.device) -> Iterator[_SavedTensor]:
-    # The tensors in a model's files; those of GGUF files in their cached form, and quantised weights that are unpacked
-    # in their form on the device.
-    if files.gguf is not None and not files.saved:
+    # The tensors in a model's files; quantised weights that are unpacked in their form on the device, as those of GGUF
+    # files are.
+    if files.gguf is not None:
         for each in files.gguf.tensors:
-            yield _SavedTensor(each.name, files.dtype, each.numbers, each.numbers * files.dtype.itemsize)
+            yield _SavedTensor(each.name, torch.uint8, each.numbers, tensor_bytes(each))
         return
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     if quantisation is not None and quantisation.kept == "unpacked":

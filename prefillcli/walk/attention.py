@@ -326,7 +326,7 @@ def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
     )
 
 
-SOURCES = ("forest_attention.cpp", "int8_products.cpp", "layer_passes.cpp")
+SOURCES = ("forest_attention.cpp", "int8_products.cpp", "layer_passes.cpp", "unpack_blocks.cpp")
 _STRICT = "-ffp-contract=off"
 
 

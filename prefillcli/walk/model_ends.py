@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
 from prefillcli.plan.plan import LONG
+from prefillcli.walk.blocks import packed_rows
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.layout import IntArray, split_evenly
 
@@ -284,7 +285,10 @@ class _LabelHead(nn.Module):
 
     def __init__(self, head: nn.Linear, tokens: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(head.weight[tokens], requires_grad=False)
+        packed = packed_rows(head)
+        tokens = tokens.to(head.weight.device) if packed is None else tokens
+        weight = head.weight[tokens] if packed is None else packed.rows(tokens)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if head.bias is None else nn.Parameter(head.bias[tokens], requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -393,7 +397,7 @@ class ModelEnds:
         at = torch.as_tensor(tokens, dtype=torch.long, device=hidden.device)
         if type(head) is not nn.Linear:  # a subclass may compute something else
             return torch.cat([logits[:, at] for logits in self.logits(hidden[None])])
-        self._model.set_output_embeddings(_LabelHead(head, at.to(head.weight.device)))
+        self._model.set_output_embeddings(_LabelHead(head, at))
         try:
             return self._head(hidden[None])
         finally:
@@ -714,6 +718,8 @@ def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
 def embedding_device(model: PreTrainedModel) -> torch.device:
     """The device of a model's tokens: that of its embedding."""
     embedding = model.get_input_embeddings()
+    if embedding is not None and packed_rows(embedding) is not None:
+        return torch.device("cpu")
     weights = [] if embedding is None else list(embedding.parameters())
     device: torch.device = (weights or list(model.parameters()))[0].device
     return device

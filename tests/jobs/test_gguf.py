@@ -166,10 +166,10 @@ def test_quantised_weights_are_computed_in_bfloat16_and_whole_ones_as_they_are_s
     monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 0.5)  # a processor made for bfloat16
     job(file, dtype="auto")
     assert read_report()["settings"]["dtype"] == "auto"
-    assert [name.rpartition("-")[2] for name in cached()][1:] == ["bfloat16"]
+    assert read_report()["dtype"]["name"] == "bfloat16"
     plain = write_gguf(Path("plain.gguf").absolute(), chat_model, kind=Kind.F32)
     job(plain, dtype="auto", overwrite=True)
-    assert any(name.startswith("plain-") and name.endswith("-float32") for name in cached())
+    assert read_report()["dtype"]["name"] == "float32"
     monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 6.0)
     job(file, dtype="auto", overwrite=True)
     assert read_report()["dtype"]["name"] == "float32"
@@ -197,12 +197,12 @@ def test_the_folder_of_a_file_is_as_good_as_the_file(file: Path) -> None:
 def test_the_second_start_reads_what_the_first_has_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(file)
     wanted, kept = scores(), cached()
-    assert len(kept) == 2
+    assert len(kept) == 1
+    assert not list((cache_folder() / "gguf").rglob("*.safetensors"))
 
     def fail(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("the file is read again")
+        raise AssertionError("the file is described again")
 
-    monkeypatch.setattr("prefillcli.models.gguf.load_gguf", fail)
     monkeypatch.setattr("prefillcli.models.gguf._describe", fail)
     assert job(file, overwrite=True)["exit_code"] == 0
     assert scores() == wanted
@@ -212,14 +212,14 @@ def test_the_second_start_reads_what_the_first_has_kept(file: Path, monkeypatch:
 def test_a_damaged_cache_is_made_again(file: Path) -> None:
     job(file)
     wanted = scores()
-    (weights,) = (cache_folder() / "gguf").glob("*-float32/model.safetensors")
-    before = weights.read_bytes()
+    (tokenizer,) = (cache_folder() / "gguf").glob("*/tokenizer.json")
+    before = tokenizer.read_bytes()
     damaged = bytearray(before)
     damaged[-3] ^= 0x40
-    weights.write_bytes(damaged)
+    tokenizer.write_bytes(damaged)
     assert job(file, overwrite=True)["exit_code"] == 0
     assert scores() == wanted
-    assert weights.read_bytes() == before
+    assert tokenizer.read_bytes() == before
 
 
 @pytest.mark.parametrize("how", ["no room", "no right to write", "full while it is written"])
@@ -241,7 +241,6 @@ def test_without_room_in_the_cache_the_scores_are_the_same(
     assert scores() == wanted
     assert cached() == []
     assert "warning:" in capsys.readouterr().err
-    assert "cache" in str(job(file, weights="stream", weights_memory="1MiB", overwrite=True)["error"])
 
 
 def _full_disk(path: Path) -> None:
@@ -252,15 +251,15 @@ def test_what_killed_processes_left_in_the_cache_goes(file: Path) -> None:
     source = write_parquet("in.parquet", prompt=PROMPTS)
     flags = ["--model", file, "--labels", LABELS, "--dtype", "float32", "--no-chat"]
     place = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    killed = Command("score", source, *flags, hold=Hold("prefillcli.models.gguf:_seal", 2), environment=place)
+    killed = Command("score", source, *flags, hold=Hold("prefillcli.models.gguf:_seal", 1), environment=place)
     killed.wait_until_held()
     killed.kill()
-    (left,) = (cache_folder() / "gguf").glob("*-float32.*.tmp")
-    (left / "model.safetensors").write_bytes(b"half of it")
+    (left,) = (cache_folder() / "gguf").glob("eight-*.tmp")
+    (left / "tokenizer.json").write_bytes(b"half of it")
     assert job(file, overwrite=True)["exit_code"] == 0
     assert_scored(read_output("out.parquet"), answers(file))
     assert not left.exists()
-    assert sum(name.endswith("-float32") for name in cached()) == 1
+    assert len(cached()) == 1
 
 
 def kept(name: str, days: float) -> Path:
@@ -302,9 +301,9 @@ def test_a_job_keeps_its_own_model_in_a_small_cache(file: Path) -> None:
     kept("other", 1.0)
     assert job(file, gguf_cache="1")["exit_code"] == 0
     own = cached()
-    assert len(own) == 2
+    assert len(own) == 1
     assert "other" not in own
-    with (cache_folder() / "gguf" / f"{own[-1]}.use").open("w") as use, pytest.raises(BlockingIOError):
+    with (cache_folder() / "gguf" / f"{own[0]}.use").open("w") as use, pytest.raises(BlockingIOError):
         fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     prune_cached(0)
     assert cached() == own
@@ -332,9 +331,9 @@ def hash_of(file: Path) -> str:
 
 def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path(shutil.copy(file, "own.gguf")).absolute()
-    from prefillcli.models import load as loading
+    from prefillcli.models import streamed_layers as loading
 
-    load = loading.load_model
+    load = loading.load_streamed
 
     def load_then_change(*args: Any, **options: Any) -> Any:
         loaded = load(*args, **options)
@@ -343,10 +342,10 @@ def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypat
         own.write_bytes(data)
         return loaded
 
-    monkeypatch.setattr(loading, "load_model", load_then_change)
+    monkeypatch.setattr(loading, "load_streamed", load_then_change)
     done = job(own)
     assert done["exit_code"] == 4
-    assert "own.gguf changed while the job ran" in done["error"]
+    assert "own.gguf has changed while the model was read from it" in done["error"]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +376,7 @@ def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch)
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("prefillcli.models.gguf.load_gguf", fail)
+    monkeypatch.setattr("prefillcli.models.placement.WeightFiles.read", fail)
     assert job(file, dry_run=True)["exit_code"] == 0
     assert len(cached()) == 1
 

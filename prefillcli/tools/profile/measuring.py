@@ -31,7 +31,7 @@ from prefillcli.forecast.profile import (
     features,
     this_machine,
 )
-from prefillcli.models.find import ModelFiles, with_weights
+from prefillcli.models.find import ModelFiles
 from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
 from prefillcli.models.load import load_model
 from prefillcli.models.open import open_model
@@ -388,9 +388,8 @@ def measured_profile(
     settings: Any, files: ModelFiles, device: torch.device, announce: Callable[[str], None]
 ) -> Profile:
     """Make all measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
-    files = with_weights(files)  # dequantised here, or each measuring process would do so
     dtype = str(files.dtype).removeprefix("torch.")
-    found = {"model": str(files.path if files.saved else files.origin), "revision": None, "dtype": dtype}
+    found = {"model": str(files.origin), "revision": None, "dtype": dtype}
     own = settings.model_copy(update=found | {"device": str(device), "threads": torch.get_num_threads()})
     announce("completion times: packs of several lengths")
     budget, chunk, curve = in_child(time_packs, own)

@@ -47,7 +47,7 @@ def _no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("prefillcli.models.gguf.load_gguf", fail)
+    monkeypatch.setattr("prefillcli.models.placement.WeightFiles.read", fail)
 
 
 def refusal(path: Path) -> str:
