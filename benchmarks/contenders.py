@@ -179,12 +179,15 @@ def vllm_questions(
 ) -> Iterator[tuple[Method, Settings]]:
     """The same engine, asked for the tokens of every option."""
     from prefillcli.engines.vllm import VllmEngine
-    from prefillcli.models.find import read_model_files, with_weights
+    from prefillcli.models.find import read_model_files
+    from prefillcli.models.load import saved_weights
 
     libiomp = use_vllm_cores(cores, libiomp)
     asked = [LabelSet.of([[each] for each in own]) for own in options]
     longest = max(len(prompt) + max(map(len, own)) for prompt, own in zip(prompts, options, strict=True))
-    folder = with_weights(read_model_files(model, dtype=dtype)).path
+    folder = saved_weights(read_model_files(model, dtype=dtype))
+    if folder is None:
+        raise SystemExit("the cache has no room for the model's safetensors")
     engine = VllmEngine(folder, dtype=dtype, max_length=longest, options=settings)
 
     def run() -> Scores:

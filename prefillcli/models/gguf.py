@@ -41,8 +41,8 @@ from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
-from prefillcli.walk.blocks import FLOATS, blocks_bytes
 from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.packed import FLOATS, blocks_bytes
 
 # The header of a GGUF file: the model's settings, and the places of its tensors. No tensor is read.
 #

@@ -33,9 +33,9 @@ from transformers.core_model_loading import (
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
 from prefillcli.models.files import data_start, read_header, weight_files
 from prefillcli.models.gguf import Change, GgufModel, TensorRules
-from prefillcli.walk.blocks import FLOATS, PackedMatrix, blocks_bytes, unpack
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
+from prefillcli.walk.packed import FLOATS, PackedMatrix, blocks_bytes, unpack
 
 _CONVERTED = 16_384  # numbers converted at a time: too few for torch to start threads, which would slow the walk's
 _UNPACKED = 1 << 18  # numbers of blocks that are unpacked at a time, and stay in the cache

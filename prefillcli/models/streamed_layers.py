@@ -44,9 +44,9 @@ from prefillcli.models.placement import (
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
 from prefillcli.runtime import memory
-from prefillcli.walk.blocks import keep_packed
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.walk.model_ends import decoder_layers
+from prefillcli.walk.packed import keep_packed
 from prefillcli.walk.walk import LayerSource, PassSpeed
 
 _ALIGNED = 64  # bytes: a cache line, and the alignment of torch's tensors

@@ -260,7 +260,7 @@ class ModelOptions(Settings):
     )  # fmt: skip
     gguf_cache: ByteSize = option(
         "20GiB",
-        "Room for models made of GGUF files in the user's cache. The one used longest ago goes first, and any not "
+        "Room for what is made of GGUF files in the user's cache. What was used longest ago goes first, and any not "
         "used for 30 days; never one in use.",
         MODEL, level="settled", changes="speed", metavar="SIZE",
     )  # fmt: skip

@@ -26,7 +26,7 @@ EXTRAS = {
     "azure": ("adlfs",),
     "ray": ("ray",),
     "vllm": ("vllm",),
-    "gguf": ("gguf", "accelerate"),
+    "gguf": ("gguf",),
     "bm25": ("bm25s",),
     "fp8": ("accelerate",),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
@@ -38,7 +38,7 @@ EXTRAS = {
 
 # Packages that are used if they are installed, by the names that Python imports them by, and their purpose.
 OPTIONAL = {
-    "accelerate": "GGUF and quantised models",
+    "accelerate": "quantised models",
     "gguf": "models in GGUF format",
     "bitsandbytes": "its weights",
     "compressed_tensors": "its weights",

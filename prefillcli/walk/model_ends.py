@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
 from prefillcli.plan.plan import LONG
-from prefillcli.walk.blocks import packed_rows
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.layout import IntArray, split_evenly
+from prefillcli.walk.packed import packed_rows
 
 # Residual streams of several lanes, kept as one wide row for each token.
 #

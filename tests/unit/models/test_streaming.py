@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError
-from prefillcli.models import placement, rehearsal, streamed_layers
+from prefillcli.models import placement, rehearsal
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
@@ -349,9 +349,7 @@ def test_weights_behind_a_header_that_is_not_padded_are_read(llama: ModelFiles, 
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("mixtral").save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        placement, "MergeModulelist", placement.WeightRenaming
-    )  # so that the real one is unknown
+    monkeypatch.setattr(placement, "MergeModulelist", placement.WeightRenaming)  # so that the real one is unknown
     with pytest.raises(UnsupportedModelError, match="in a way that is not known"):
         load_streamed(read_model_files(tmp_path), CPU, memory=1 << 30)
 
