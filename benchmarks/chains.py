@@ -23,12 +23,12 @@ from unittest.mock import patch
 
 import numpy as np
 import typer
-from transformers import AutoConfig
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES
 from prefillcli.core.request import Request, answer_requests
 from prefillcli.engines.base import EarlyExits, Readings, Treatment
+from prefillcli.models.find import read_model_files
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import in_full
@@ -81,7 +81,7 @@ class Material:
     each with exits, and all together."""
 
     def __init__(self, case: str, first: Sequence[str]) -> None:
-        config, model = AutoConfig.from_pretrained(EXIT_CASES[case].model()), kept(case, "")
+        config, model = read_model_files(EXIT_CASES[case].model()).config, kept(case, "")
         self.depth: int = config.get_text_config().num_hidden_layers
         self.readings = {int(layer): shown(model, int(layer)) for layer in model["layers"]}
         self.final, self.weights = model["final"], model["weights"]
@@ -231,7 +231,7 @@ def collected(case: str, first: str) -> Arrays:
     own = EXIT_CASES[case]
     with TemporaryDirectory() as folder:
         flags: Arrays = {"inputs": [str(own.rows(Path(folder)))], "model": str(own.model()), "labels": own.labels}
-        flags |= {"dtype": "float32", "chat": False, "quiet": True, "output": f"{folder}/scores.parquet"}
+        flags |= {"dtype": "float32", "chat": own.chat, "quiet": True, "output": f"{folder}/scores.parquet"}
         flags |= {"first": [first]} if first else {"exit": True}
         opening = open_inputs(load_settings(ScoreSettings, flags, environment={}))
         inputs = opening.inputs

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from benchmarks.sample_text import CASES, ask
 from benchmarks.score_runs import SAMPLES
 from prefillcli.tools.bench.material import post_case, prompt
-from recipes.real_model import FOLDER, real_model, reviews
+from recipes.real_model import FOLDER, QWEN, joined_file, real_model, reviews
 from recipes.review_passages import write_nights, write_passages
 from recipes.review_rows import SHORT, many_shot
 
@@ -21,6 +21,11 @@ TOGETHER = 20  # rows behind one prefix
 REVIEW_PREFIXES, SHOTS = 40, 28  # about 2,000 tokens of examples; reviews have about 100 tokens, passages about 30
 READERS, LINES = 80, 100  # about 2,000 tokens of history
 MESSAGES = 4_000
+ASKED = 1_500  # passages that the large model reads: half an hour on two cores with AVX2
+SATISFIED = (
+    "A passage of a patient's review of a medicine follows. Is the patient satisfied with the medicine? "
+    "Answer with Yes or No only.\n\n{}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class ExitCase:
     labels: str
     learnt: int
     max_flips: tuple[float, ...]
+    chat: bool = False
 
 
 def passages(folder: Path) -> Path:
@@ -43,6 +49,20 @@ def passages(folder: Path) -> Path:
     path = folder / "exits.passages.parquet"
     pq.write_table(pq.read_table(write_passages(FOLDER), columns=["prompt", "sentiment"]), path)
     return path
+
+
+def satisfied(folder: Path) -> Path:
+    """Some of the passages, each in a chat that asks whether the patient is satisfied."""
+    table = pq.read_table(write_passages(FOLDER), columns=["passage", "sentiment"]).slice(0, ASKED)
+    chats = [[{"role": "user", "content": SATISFIED.format(each)}] for each in table["passage"].to_pylist()]
+    path = folder / "exits.satisfied.parquet"
+    pq.write_table(pa.table({"prompt": chats, "sentiment": table["sentiment"]}), path)
+    return path
+
+
+def qwen() -> Path:
+    """The instruction model of 1.5B parameters."""
+    return joined_file(QWEN, FOLDER)
 
 
 def today(folder: Path) -> Path:
@@ -109,6 +129,10 @@ EXIT_CASES: Mapping[str, ExitCase] = {
     "today": ExitCase(
         "SmolLM2-135M, passages of other reviews than its first models were taught by",
         real_model, today, _SENTIMENT, 1_200, (0.02, 0.05),
+    ),
+    "satisfied": ExitCase(
+        "Qwen2.5-Coder-1.5B-Instruct, whether the patient of a passage is satisfied",
+        qwen, satisfied, _YES, 1_000, (0.02, 0.05), chat=True,
     ),
     "shared": ExitCase(
         "SmolLM2-135M, 20 reviews each behind the same 28 examples",

@@ -61,7 +61,7 @@ def main(
 def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: int) -> dict[str, Any]:
     """What exits bring on one case, as a value for JSON."""
     settings = ScoreSettings(
-        inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=False,
+        inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=case.chat,
         quiet=True,
     )  # fmt: skip
     opening = open_inputs(settings)
