@@ -49,6 +49,7 @@ KERNELS = {
     "flex": ("triton_tem", "flex"),
     "flash-cpu": ("flash_attention_for_cpu",),
 }
+PASSES = ("_gate", "_norm", "_rotary")  # Triton's kernels between the products of a Llama layer
 COMPILED = ("flex",)  # paths whose first calls take many seconds: they come last
 EXACT = 1e-4  # of P, in float32: between the walk and the eager forward
 TIMES_EAGER = 2.0  # error of P in bfloat16, as a multiple of the eager forward's own
@@ -120,6 +121,8 @@ def doctor(bench: Bench) -> None:
     bench.add(doctor=summary)
     wrong += _checked_paths(bench, COMPILED)
     _profiled_walks(bench, ["gemma2"])
+    if bench.real and not set(PASSES) <= set(bench.found()["walks"]["llama"]["kernels"]):
+        wrong.append("a walk ran without the kernels between products")
     if summary["exit_code"]:
         wrong.append(f"prefill doctor: {summary['error']}")
     if wrong:
@@ -185,7 +188,8 @@ def _profiled_walks(bench: Bench, families: Iterable[str]) -> None:
             kernels = kernels_of(bench, run)
             waits = _waits(run) if bench.real else []
         longest = sorted(kernels, key=kernels.__getitem__, reverse=True)
-        own = [name for name in longest[MOST_KERNELS:] if any(word in name.lower() for word in ("flash", "flex"))]
+        words = "flash", "flex", *PASSES
+        own = [name for name in longest[MOST_KERNELS:] if any(word in name.lower() for word in words)]
         walks = {"kernels": longest[:MOST_KERNELS] + own, "layers": len(walk.layers), "waits": len(waits)}
         bench.add(walks={family: walks | {"first_waits": waits[:3]}})
 

@@ -139,13 +139,20 @@ def test_without_the_doctor_a_run_finds_it_too(model: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(fusion.compiled_passes() is None, reason="needs a C++ compiler and GNU's OpenMP")
+@pytest.mark.parametrize("raises", [False, True])
 def test_a_compiled_pass_with_wrong_numbers_is_found_and_gone_around(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert examine()["passes"] == {"bfloat16": "agrees", "float32": "agrees"}
     assert "compiled passes" in capsys.readouterr().err
-    own = fusion.Passes.gate
-    monkeypatch.setattr(fusion.Passes, "gate", lambda self, number, *rows: own(self, 0, *rows))
+    own = fusion.CompiledPasses.gate
+
+    def wrong(self: fusion.CompiledPasses, number: int, *rows: torch.Tensor) -> torch.Tensor:
+        if raises:
+            raise RuntimeError("it is not compiled")
+        return own(self, 0, *rows)
+
+    monkeypatch.setattr(fusion.CompiledPasses, "gate", wrong)
     found = examine(quiet=True)
     assert (found["exit_code"], found["error"]) == (1, "compiled passes are wrong in bfloat16")
     assert set(found["passes"].values()) == {"differs"}

@@ -61,7 +61,7 @@ class Diagnosis(Ended):
     checks: list[dict[str, Any]] = field(default_factory=list)
     # `error` and `large_error` of eager attention in the same cases, by dtype.
     eager_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    passes: dict[str, str] = field(default_factory=dict)  # between a layer's products, on CPUs: `agrees`, ... by dtype
+    passes: dict[str, str] = field(default_factory=dict)  # between a layer's products: `agrees`, ... by dtype
     notes: list[str] = field(default_factory=list)
     # `folder`, whether the outcome is `remembered` there, and the `gguf_bytes` of models made of GGUF files in
     # `gguf_folder`.
@@ -121,7 +121,8 @@ def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "--compute", ", ".join(ways)
     if found.passes:
         statuses = set(found.passes.values())
-        why = "there is no C++ compiler" if "not here" in statuses else "they are wrong"
+        lacking = "C++ compiler" if found.device["kind"] == "cpu" else "Triton"
+        why = f"there is no {lacking}" if "not here" in statuses else "they are wrong"
         yield "layers", "compiled passes" if statuses == {"agrees"} else f"without compiled passes: {why}"
     yield "--threads", f"{found.threads} ({found.why_threads})"
     budget = found.memory["budget_bytes"]
@@ -266,7 +267,7 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     clock.step("checking the products in int8 and fp8")
     found.compute = narrow.narrow_ways(device)
     clock.step("checking the compiled passes between products")
-    found.passes = fusion.check_passes() if device.type == "cpu" else {}
+    found.passes = fusion.check_passes(device) if device.type in ("cpu", "cuda") else {}
     for name in DTYPES:
         agree = {check.path for check in checks if check.dtype == name and check.status == "agrees"}
         found.attention[name] = [path for path in _ORDER if path in agree]

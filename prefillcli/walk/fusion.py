@@ -1,10 +1,12 @@
-"""The layers of a model in fewer passes over memory, on CPUs.
+"""The layers of a model in fewer passes over memory.
 
-A product is faster with weights in the layout that oneDNN computes in, and with the weights of all linear layers that
-read the same rows. The layouts are made for a layer's turn and last as long, so they take memory for one layer. What
-stands between products is one compiled pass each (`layer_passes.cpp`): a norm, with the residual addition before it,
-a rotary encoding, an activation that is multiplied with other numbers. Without a C++ compiler, products apply
-activations themselves.
+What stands between products is one pass each: a norm, with the residual addition before it, a rotary encoding of
+queries and keys, an activation that is multiplied with other numbers. On CPUs `layer_passes.cpp` computes them, on
+CUDA Triton's kernels (`triton_passes.py`).
+
+On CPUs a product is faster with weights in the layout that oneDNN computes in, and with the weights of all linear
+layers that read the same rows. The layouts are made for a layer's turn and last as long, so they take memory for one
+layer. Without a C++ compiler, products apply activations themselves.
 
 The modules stay unchanged: during its turn a module is called through another function, which computes the same. A
 kind of module is called so only after one of its class, or a small copy of it, has agreed with its own forward.
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from prefillcli.errors import UsageError, brief
+from prefillcli.walk import attention
 from prefillcli.walk.attention import ROW_STEP, compiled_library
 from prefillcli.walk.forest import leave_untraced
 
@@ -77,8 +81,14 @@ def fused(
     """In this context the parts of `layer` that can be fused are, if that pays for chunks of `chunk_tokens` tokens.
 
     With `always` they are fused for other chunks too, with the weights in their own layout, and each linear layer has
-    its own product. `products` are asked first, for each group of linear layers that read the same rows.
+    its own product. `products` are asked first, for each group of linear layers that read the same rows. On CUDA
+    linear layers stay as they are.
     """
+    device = next((each.device for each in layer.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        with passed(layer, device):
+            yield
+        return
     linear = [module for module in layer.modules() if _fits(module)]
     weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
     pays = copy_pays(weights, outputs, chunk_tokens)
@@ -91,7 +101,18 @@ def fused(
             for some, product in computed.add(group, chunk_tokens, pays=pays, always=always, products=products):
                 for each, forward in zip(some, parts_of(product, len(some)), strict=True):
                     stack.enter_context(called_through(each, forward))
-        for module, forward in list(_fused_modules(layer, computed)):
+        for module, forward in list(_fused_modules(layer, computed, compiled_passes())):
+            stack.enter_context(called_through(module, forward))
+        yield
+
+
+@contextmanager
+def passed(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """In this context what stands between the products of a `layer` on a CUDA `device` is one pass each, where Triton
+    is there and right. Its linear layers, whatever they are, are called."""
+    passes = triton_passes(device)
+    with ExitStack() as stack:
+        for module, forward in [] if passes is None else list(_fused_modules(layer, _called(layer), passes)):
             stack.enter_context(called_through(module, forward))
         yield
 
@@ -140,7 +161,7 @@ def groups(layer: nn.Module, linear: Sequence[nn.Linear], *, fused: bool = True)
             if (
                 len(some) == len(names)
                 and len(kinds) == 1
-                and (names[0] == "q_proj" or not fused or _gating(module) is not None)
+                and (names[0] == "q_proj" or not fused or _gating(module, compiled_passes()) is not None)
             ):
                 yield [left.pop(id(each)) for each in some]
     yield from ([each] for each in left.values())
@@ -177,6 +198,14 @@ class _Computed(NamedTuple):
             return found
         products = [self.products[id(each),] for each in linear if (id(each),) in self.products]
         return None if len(products) < len(linear) else lambda rows: [product(rows)[0] for product in products]
+
+
+def _called(layer: nn.Module) -> _Computed:
+    # The products of the modules themselves.
+    def product(module: nn.Module) -> Product:
+        return lambda rows: (module(rows),)
+
+    return _Computed({(id(module),): product(module) for module in layer.modules()}, {})
 
 
 def _laid_out(weight: Tensor, rows: int) -> Tensor:
@@ -219,18 +248,19 @@ def parts_of(product: Product, count: int) -> list[Forward]:
 # Modules in fewer passes. Each kind is compared with its own forward first.
 
 
-def _fused_modules(layer: nn.Module, computed: _Computed) -> Iterator[tuple[nn.Module, Forward]]:
+def _fused_modules(
+    layer: nn.Module, computed: _Computed, passes: Passes | None
+) -> Iterator[tuple[nn.Module, Forward]]:
     # The modules that are called through another function, with that function.
     norms: dict[str, _Norm] = {}
     gated: set[str] = set()
-    passes = compiled_passes()
     for name, module in layer.named_modules():
         if not _is_bare(module):
             continue
         if (norm := _norm_of(module, passes)) is not None:
             norms[name] = norm
             yield module, norm.forward
-        elif (mlp := _gated_mlp(module, computed)) is not None:
+        elif (mlp := _gated_mlp(module, computed, passes)) is not None:
             gated.add(name)
             yield module, mlp
         elif passes is not None and (turned := _with_rotary(module, passes)) is not None:
@@ -242,26 +272,31 @@ def _fused_modules(layer: nn.Module, computed: _Computed) -> Iterator[tuple[nn.M
         yield layer, _whole_layer(layer, norms["post_attention_layernorm"], passes)
 
 
-def _gated_mlp(mlp: nn.Module, computed: _Computed) -> Forward | None:
+def _gated_mlp(mlp: nn.Module, computed: _Computed, passes: Passes | None) -> Forward | None:
     # The forward of a module that is an MLP which `_gated` computes.
     children = dict(mlp.named_children())
     if children.keys() != _GATED or type(children["act_fn"]).__name__ not in _ACTIVATIONS:
         return None
-    found = _gated(mlp, computed)
-    return found if found is not None and _agrees(mlp) else None
+    found = _gated(mlp, computed, passes)
+    return found if found is not None and _agrees(mlp, passes) else None
 
 
-def _gated(mlp: nn.Module, computed: _Computed) -> Forward | None:
+def _gated(mlp: nn.Module, computed: _Computed, passes: Passes | None) -> Forward | None:
     # `down(act(gate(x)) * up(x))` in two products, or three.
     parts: Any = mlp
     gate, up, down = parts.gate_proj, parts.up_proj, parts.down_proj
-    both, last, gating = computed.of(gate, up), computed.of(down), _gating(mlp)
+    both, last, gating = computed.of(gate, up), computed.of(down), _gating(mlp, passes)
     if both is None or last is None:
         return None
     if gating is not None:
+
+        def compute(rows: Tensor) -> Tensor:
+            return last(gating(*both(rows)))[0]
+
+        if passes is not None and passes.KIND != "cpu":
+            return compute
         row = (gate.out_features + up.out_features) * gate.weight.itemsize
-        most = max(PIECE_BYTES // row // ROW_STEP, 1) * ROW_STEP
-        return partial(_in_pieces, lambda rows: last(gating(*both(rows)))[0], most)
+        return partial(_in_pieces, compute, max(PIECE_BYTES // row // ROW_STEP, 1) * ROW_STEP)
     if not {id(gate), id(up)} <= computed.weights.keys():
         return None
     gate_weight, up_weight = computed.weights[id(gate)], computed.weights[id(up)]
@@ -282,24 +317,24 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], most: int, rows: Tensor) -> 
     return torch.cat([compute(each) for each in torch.split(rows, most, -2)], dim=-2)
 
 
-def _gating(mlp: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    # The compiled pass between the products of a gated MLP.
-    passes, number = compiled_passes(), _PASS_ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
-    if passes is None or number is None or mlp.gate_proj.out_features % Passes.LANES:
+def _gating(mlp: Any, passes: Passes | None) -> Callable[[Tensor, Tensor], Tensor] | None:
+    # The pass between the products of a gated MLP.
+    number = _PASS_ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
+    if passes is None or number is None or getattr(mlp.gate_proj, "out_features", 0) % passes.LANES:
         return None
     return partial(passes.gate, number)
 
 
-_known: dict[tuple[type, type], bool] = {}  # classes of an MLP and its activation
+_known: dict[tuple[type, type, bool], bool] = {}  # classes of an MLP and its activation, and whether on a CPU
 
 
-def _agrees(mlp: nn.Module) -> bool:
+def _agrees(mlp: nn.Module, passes: Passes | None) -> bool:
     parts: Any = mlp
-    kind = type(mlp), type(parts.act_fn)
+    kind = type(mlp), type(parts.act_fn), passes is None or passes.KIND == "cpu"
     if kind not in _known:
         same = False
         with suppress(Exception):  # whatever it is, the class stays as it is
-            same = _difference(_small(mlp)) <= TOLERANCE
+            same = _difference(_small(mlp), passes) <= TOLERANCE
         _known[kind] = same
     return _known[kind]
 
@@ -320,14 +355,17 @@ def _small(mlp: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def _difference(mlp: nn.Module) -> float:
+def _difference(mlp: nn.Module, passes: Passes | None) -> float:
     # The largest difference between a module's own forward and the fused one, over the largest number.
     parts: Any = mlp
     rows, computed = _random(1, 24, parts.gate_proj.in_features), _Computed({}, {})
     wanted: Tensor = mlp(rows)
-    for each in (parts.gate_proj, parts.up_proj, parts.down_proj):
-        list(computed.add([each], 24, pays=True, always=False, products=None))
-    forward = _gated(mlp, computed)
+    if passes is not None and passes.KIND != "cpu":  # they agree with torch's
+        passes, computed = _BY_TORCH, _called(mlp)
+    else:
+        for each in (parts.gate_proj, parts.up_proj, parts.down_proj):
+            list(computed.add([each], 24, pays=True, always=False, products=None))
+    forward = _gated(mlp, computed, passes)
     return float("inf") if forward is None else float((forward(rows) - wanted).abs().max() / wanted.abs().max())
 
 
@@ -395,20 +433,20 @@ def _norm_of(module: nn.Module, passes: Passes | None) -> _Norm | None:
     weight, epsilons = parameters.get("weight"), [each for name, each in vars(module).items() if "eps" in name]
     if passes is None or len(parameters) != 1 or weight is None or weight.dim() != 1 or len(epsilons) != 1:
         return None
-    if not isinstance(epsilons[0], float) or weight.dtype not in _DTYPES or len(weight) % Passes.LANES:
+    if not isinstance(epsilons[0], float) or weight.dtype not in passes.dtypes or len(weight) % passes.LANES:
         return None
     simple = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
     kind = type(module), len(weight), *simple
     if kind not in _forms:
         found = None
         with suppress(Exception), torch.inference_mode():  # whatever it is, the class stays as it is
-            found = _form_of(module, epsilons[0], passes)
+            found = _form_of(module, epsilons[0])
         _forms[kind] = found
     form = _forms[kind]
     return None if form is None else _Norm(module, form, passes)
 
 
-def _form_of(module: Any, epsilon: float, passes: Passes) -> NormForm | None:
+def _form_of(module: Any, epsilon: float) -> NormForm | None:
     width = len(module.weight)
     rows = _random(5, width) * torch.tensor([1e-3, 1e-2, 1.0, 10.0, 100.0])[:, None]
     forms = [NormForm(epsilon, added, early) for added in (0.0, 1.0) for early in (False, True)]
@@ -416,7 +454,7 @@ def _form_of(module: Any, epsilon: float, passes: Passes) -> NormForm | None:
     for dtype in (torch.float32, torch.bfloat16):  # where the module rounds shows in the latter alone
         own = nn.Parameter(_random(width, seed=2).to(dtype), requires_grad=False)
         wanted = copy.deepcopy(module, {id(module.weight): own})(rows.to(dtype))
-        found = [passes.norm(rows.to(dtype), own, form) for form in forms]
+        found = [_BY_TORCH.norm(rows.to(dtype), own, form) for form in forms]
         if dtype == torch.float32:
             forms = [form for form, each in zip(forms, found, strict=True) if _close(each, wanted, TOLERANCE)]
         differences = [float((each.float() - wanted.float()).abs().mean()) for each in found]
@@ -434,7 +472,7 @@ def _with_rotary(module: nn.Module, passes: Passes) -> Forward | None:
     if not isinstance(own, FunctionType) or _ROTARY not in own.__code__.co_names:
         return None
     function = own.__globals__.get(_ROTARY)
-    if function is None or not _turns(function, passes):
+    if function is None or not _turns(function):
         return None
     names = own.__globals__ | {_ROTARY: partial(_turned, function, passes)}
     copied = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
@@ -447,11 +485,11 @@ def _turned(function: Forward, passes: Passes, *args: Any, **named: Any) -> Any:
 
 
 @cache
-def _turns(function: Forward, passes: Passes) -> bool:
-    # Whether a function is the rotary encoding that the compiled pass computes.
+def _turns(function: Forward) -> bool:
+    # Whether a function is the rotary encoding that the passes compute.
     with suppress(Exception), torch.inference_mode():  # whatever it is, it stays
         given = _turning(torch.float32)
-        pairs = zip(passes.rotary(*given), function(*given), strict=True)
+        pairs = zip(_BY_TORCH.rotary(*given), function(*given), strict=True)
         return all(_close(found, wanted, TOLERANCE) for found, wanted in pairs)
     return False
 
@@ -533,19 +571,91 @@ def _replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
             module.forward = before
 
 
-# The compiled passes.
+# The passes.
 
 
 class Passes:
-    """The functions of `layer_passes.cpp`, for tensors in bfloat16 or float32 on the CPU.
+    """What stands between the products of a layer, by torch's operators: the other ways are compared with them.
 
-    A row's result has the same bits whatever rows are beside it. Rows are [..., width], with a width that is a
-    multiple of `LANES`.
+    Inside, all is float32. A row's result has the same bits whatever rows are beside it. Rows are [..., width] in one
+    of the `dtypes`, on a device of one `KIND`, with a width that is a multiple of `LANES`.
     """
+
+    KIND, LANES = "cpu", 1
+
+    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+        self.dtypes = tuple(dtypes)
+
+    def gate(self, activation: int, gates: Tensor, others: Tensor) -> Tensor:
+        """The activation of this number, of `gates`, times `others`: rows of one shape."""
+        numbers, functional = gates.float(), nn.functional
+        found = functional.gelu(numbers, approximate="tanh") if activation else functional.silu(numbers)
+        return (found * others.float()).to(gates.dtype)
+
+    def norms(self, rows: Any, weight: Tensor) -> bool:
+        """Return whether `norm` takes rows and weights."""
+        return (
+            isinstance(rows, Tensor)
+            and rows.device == weight.device
+            and rows.dtype == weight.dtype
+            and rows.dtype in self.dtypes
+            and rows.shape[-1] == len(weight)
+            and rows.stride(-1) == 1
+            and (rows.is_contiguous() or (rows.dim() == 4 and len(rows) == 1))
+        )
+
+    def norm(self, rows: Tensor, weight: Tensor, form: NormForm) -> Tensor:
+        """The RMS norm of contiguous rows, or of heads [1, tokens, heads, width] anywhere in memory."""
+        numbers = rows.float()
+        numbers = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + form.epsilon)
+        if form.early:
+            numbers = numbers.to(rows.dtype).float()
+        return (numbers * (weight.float() + form.added)).to(rows.dtype)
+
+    def add_and_norm(self, rows: Tensor, more: Tensor, weight: Tensor, form: NormForm) -> Tensor:
+        """Add `more` to contiguous rows, in place. Gives the norm of the sums."""
+        return self.norm(self.add(rows, more), weight, form)
+
+    def add(self, rows: Tensor, more: Tensor) -> Tensor:
+        """Add `more` to contiguous rows, in place. Gives the rows."""
+        return rows.add_(more)
+
+    def turns(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
+        """Return whether `rotary` takes queries and keys [1, heads, tokens, width] and tables [1, tokens, width]."""
+        given = (query, key, cosines, sines)
+        return (
+            query.dim() == key.dim() == 4
+            and query.dtype in self.dtypes
+            and all(each.dtype == query.dtype and each.device == query.device for each in given)
+            and all(each.stride(-1) == 1 and len(each) == 1 for each in given)
+            and all(each.shape == (1, *query.shape[2:]) and each.is_contiguous() for each in (cosines, sines))
+            and key.shape[2:] == query.shape[2:]
+            and query.shape[3] % (2 * self.LANES) == 0
+        )
+
+    def rotary(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [1, heads, tokens, width], turned by tables [1, tokens, width]: views of
+        [1, tokens, heads, width]."""
+        cosines, sines = (each.float().unsqueeze(1) for each in (cosines, sines))
+
+        def turned(heads: Tensor) -> Tensor:
+            first, second = heads.float().chunk(2, dim=-1)
+            found = torch.cat((first, second), -1) * cosines + torch.cat((-second, first), -1) * sines
+            return found.to(heads.dtype)
+
+        return turned(query), turned(key)
+
+
+_BY_TORCH = Passes(_DTYPES)
+
+
+class CompiledPasses(Passes):
+    """The functions of `layer_passes.cpp`, for tensors in bfloat16 or float32 on the CPU."""
 
     LANES = 16  # as in the source
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(_DTYPES)
         number, real, pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
         arguments: dict[str, list[Any]] = {
             "gate": [*[pointer] * 3, *[number] * 5],
@@ -560,7 +670,6 @@ class Passes:
             self._calls[name, dtype] = call
 
     def gate(self, activation: int, gates: Tensor, others: Tensor) -> Tensor:
-        """The activation of this number, of `gates`, times `others`: rows of one shape."""
         width, count = gates.shape[-1], gates.numel() // gates.shape[-1]
         if gates.stride() != others.stride() or gates.stride(-1) != 1 or gates.shape[-2] != count:
             gates, others = gates.contiguous(), others.contiguous()
@@ -569,26 +678,12 @@ class Passes:
         self._calls["gate", out.dtype](gates.data_ptr(), others.data_ptr(), out.data_ptr(), *sizes)
         return out
 
-    def norms(self, rows: Any, weight: Tensor) -> bool:
-        """Return whether `norm` takes rows and weights."""
-        return (
-            isinstance(rows, Tensor)
-            and rows.device.type == "cpu"
-            and rows.dtype == weight.dtype
-            and rows.dtype in _DTYPES
-            and rows.shape[-1] == len(weight)
-            and rows.stride(-1) == 1
-            and (rows.is_contiguous() or (rows.dim() == 4 and len(rows) == 1))
-        )
-
     def norm(self, rows: Tensor, weight: Tensor, form: NormForm) -> Tensor:
-        """The RMS norm of contiguous rows, or of heads [1, tokens, heads, width] anywhere in memory."""
         out = torch.empty(rows.shape, dtype=rows.dtype)
         self._norm(rows, None, None, weight, out, form)
         return out
 
     def add_and_norm(self, rows: Tensor, more: Tensor, weight: Tensor, form: NormForm) -> Tensor:
-        """Add `more` to contiguous rows, in place. Gives the norm of the sums."""
         out = torch.empty_like(rows)
         self._norm(rows, more.contiguous(), rows, weight, out, form)
         return out
@@ -605,27 +700,12 @@ class Passes:
         self._calls["norm", rows.dtype](*places, *sizes, width, *how)
 
     def add(self, rows: Tensor, more: Tensor) -> Tensor:
-        """Add `more` to contiguous rows, in place. Gives the rows."""
         width, more = rows.shape[-1], more.contiguous()
         sizes = rows.numel() // width, width, torch.get_num_threads()
         self._calls["add", rows.dtype](rows.data_ptr(), more.data_ptr(), rows.data_ptr(), *sizes)
         return rows
 
-    def turns(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
-        """Return whether `rotary` takes queries and keys [1, heads, tokens, width] and tables [1, tokens, width]."""
-        given = (query, key, cosines, sines)
-        return (
-            query.dim() == key.dim() == 4
-            and query.dtype in _DTYPES
-            and all(each.dtype == query.dtype and each.device.type == "cpu" for each in given)
-            and all(each.stride(-1) == 1 and len(each) == 1 for each in given)
-            and all(each.shape == (1, *query.shape[2:]) and each.is_contiguous() for each in (cosines, sines))
-            and key.shape[2:] == query.shape[2:]
-            and query.shape[3] % (2 * self.LANES) == 0
-        )
-
     def rotary(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [1, heads, tokens, width], turned by tables [1, tokens, width]."""
         both = query, key
         out = [torch.empty(1, each.shape[2], each.shape[1], each.shape[3], dtype=each.dtype) for each in both]
         sizes = [size for each in both for size in (each.shape[1], each.stride(2), each.stride(1))]
@@ -636,38 +716,62 @@ class Passes:
 
 @cache
 def compiled_passes() -> Passes | None:
-    """The passes, if this machine can compile them and they compute what torch does."""
-    library = compiled_library("layer_passes.cpp")
-    return Passes(library) if library is not None and set(check_passes().values()) == {"agrees"} else None
+    """The passes for CPUs, if this machine can compile them and they compute what torch does."""
+    return _right_passes(torch.device("cpu"))
 
 
-def check_passes() -> dict[str, str]:
-    """By dtype, whether the passes are `not here`, or each of them `agrees` with torch, or one `differs`."""
-    library = compiled_library("layer_passes.cpp")
-    if library is None:
+@cache
+def triton_passes(device: torch.device) -> Passes | None:
+    """The passes for a CUDA device, if it has Triton and they compute what torch does."""
+    return _right_passes(device)
+
+
+def _right_passes(device: torch.device) -> Passes | None:
+    return _passes_on(device) if set(check_passes(device).values()) == {"agrees"} else None
+
+
+def _passes_on(device: torch.device) -> Passes | None:
+    # Those that are made for a device.
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from prefillcli.walk.triton_passes import TritonPasses
+
+        return TritonPasses(attention.compute_capability(device))
+    library = compiled_library("layer_passes.cpp") if device.type == "cpu" else None
+    return None if library is None else CompiledPasses(library)
+
+
+def check_passes(device: torch.device) -> dict[str, str]:
+    """By dtype, whether the passes for a device are `not here`, or each of them `agrees` with torch, or one
+    `differs`."""
+    passes = _passes_on(device)
+    if passes is None:
         return {str(dtype)[6:]: "not here" for dtype in _DTYPES}
-    return {str(dtype)[6:]: "agrees" if _passes_agree(Passes(library), dtype) else "differs" for dtype in _DTYPES}
+    return {str(dtype)[6:]: "agrees" if _passes_agree(passes, device, dtype) else "differs" for dtype in passes.dtypes}
 
 
 @torch.inference_mode()
-def _passes_agree(passes: Passes, dtype: torch.dtype) -> bool:
+def _passes_agree(passes: Passes, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether each pass computes what torch does, within the rounding of the dtype."""
-    rows, more, weight = (_random(*shape, seed=7).to(dtype) for shape in ((1, 40, 96), (2, 40, 96), (96,)))
-    more, sums = more[1:], rows.clone()
-    normed = passes.add_and_norm(sums, more, weight, NormForm(1e-6))
-    turning = _turning(dtype)
-    cosines, sines = (each.unsqueeze(1) for each in turning[2:])
-    first, second = turning[0].chunk(2, dim=-1)
-    functional = nn.functional
-    pairs = [
-        (passes.add(rows.clone(), more), rows + more),
-        (sums, rows + more),
-        (normed, functional.rms_norm((rows + more).float(), [96], weight.float(), 1e-6)),
-        (passes.gate(0, rows * 9, more), functional.silu(rows * 9) * more),
-        (passes.gate(1, rows, more), functional.gelu(rows, approximate="tanh") * more),
-        (passes.rotary(*turning)[0], turning[0] * cosines + torch.cat((-second, first), dim=-1) * sines),
-    ]
-    return all(_close(found, wanted, TOLERANCE if dtype == torch.float32 else 2e-2) for found, wanted in pairs)
+    rows, more, weight = (_random(*shape, seed=7).to(device, dtype) for shape in ((1, 40, 96), (2, 40, 96), (96,)))
+    more, heads = more[1:], _random(1, 40, 5, 96).to(device, dtype)[:, :, 1:4]
+    turning = [each.to(device) for each in _turning(dtype)]
+
+    def found(by: Passes) -> list[Tensor]:
+        sums = rows.clone()
+        return [
+            by.add_and_norm(sums, more, weight, NormForm(1e-6)),
+            sums,
+            by.norm(heads, weight, NormForm(1e-3, 1.0, early=True)),
+            by.add(rows.clone(), more),
+            by.gate(0, rows * 9, more),
+            by.gate(1, rows, more),
+            *by.rotary(*turning),
+        ]
+
+    tolerance = TOLERANCE if dtype == torch.float32 else 2e-2
+    with suppress(Exception):  # of any of the stages of a compilation
+        return all(_close(*pair, tolerance) for pair in zip(found(passes), found(_BY_TORCH), strict=True))
+    return False
 
 
 # Layers that are called through torch.compile: norms, rotary encodings, activations and sums in fewer kernels.

@@ -122,6 +122,7 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
                 if product is not None:
                     for each, forward in zip(group, parts_of(product, len(group)), strict=True):
                         stack.enter_context(called_through(each, forward))
+            stack.enter_context(fused(layer, chunk_tokens))
             yield
 
     fits = numbers.device.type == "cpu" and numbers.dtype in _DTYPES

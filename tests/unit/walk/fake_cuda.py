@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +18,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from prefillcli.walk import attention, cuda_kernels, narrow
+from prefillcli.walk import attention, cuda_kernels, fusion, narrow
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of the device that there is not
@@ -135,6 +135,44 @@ def _merge_stand_in(counts: OperatorCounts) -> Any:
     return SimpleNamespace(merge=merge, merges=lambda *tensors: True)
 
 
+class _PassesStandIn(fusion.Passes):
+    """Takes the place of the Triton kernels between products: one launch each, but for a sum, which is torch's."""
+
+    KIND = "cuda"
+
+    def __init__(self, counts: OperatorCounts) -> None:
+        super().__init__((torch.bfloat16, torch.float16, torch.float32))
+        self._launches = counts.launches
+
+    def gate(self, activation: int, gates: Tensor, others: Tensor) -> Tensor:
+        self._launches["gate"] += 1
+        return torch.empty_like(gates)
+
+    def norm(self, rows: Tensor, weight: Tensor, form: fusion.NormForm) -> Tensor:
+        self._launches["norm"] += 1
+        return rows.new_empty(rows.shape)
+
+    def add_and_norm(self, rows: Tensor, more: Tensor, weight: Tensor, form: fusion.NormForm) -> Tensor:
+        return self.norm(rows, weight, form)
+
+    def rotary(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        self._launches["rotary"] += 1
+        query, key = (each.transpose(1, 2).new_empty(each.transpose(1, 2).shape) for each in (query, key))
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+
+#: What finds out by numbers on the CPU whether the passes compute what a class does.
+_BY_NUMBERS = ("_agrees", "_form_of", "_turns", "_handed_on")
+
+
+def _with_numbers(find: Callable[..., Any]) -> Callable[..., Any]:
+    def found(*given: Any) -> Any:
+        with _disable_current_modes():
+            return find(*given)
+
+    return found
+
+
 @contextmanager
 def fake_cuda() -> Iterator[OperatorCounts]:
     """Tensors made on `DEVICE` meanwhile are fake. Yields the counts of what is called on them.
@@ -156,10 +194,14 @@ def fake_cuda() -> Iterator[OperatorCounts]:
         patch.object(cuda_kernels, "_lacks_compiler", lambda: None),
         patch.object(attention, "merging_kernels", lambda device: _merge_stand_in(counts)),
         patch.object(narrow, "quantising_kernels", lambda device, kind: _narrow_stand_in(counts)),
+        patch.object(fusion, "triton_passes", lambda device: _PassesStandIn(counts)),
+        ExitStack() as stack,
         patch.object(cuda_kernels, "compiled_flex", lambda: _flex_stand_in(counts)),
         FakeTensorMode(allow_non_fake_inputs=True),
         counts,
     ):
+        for name in _BY_NUMBERS:
+            stack.enter_context(patch.object(fusion, name, _with_numbers(getattr(fusion, name))))
         yield counts
 
 

@@ -97,9 +97,9 @@ def test_an_mlp_computes_the_same(act: str, bias: bool, dtype: torch.dtype) -> N
 def test_a_wide_mlp_is_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PASSES is not None
     gates: list[int] = []
-    own = fusion.Passes.gate
+    own = fusion.CompiledPasses.gate
     monkeypatch.setattr(
-        fusion.Passes, "gate", lambda self, *given: gates.append(given[1].shape[-2]) or own(self, *given)
+        fusion.CompiledPasses, "gate", lambda self, *given: gates.append(given[1].shape[-2]) or own(self, *given)
     )
     monkeypatch.setattr(fusion, "PIECE_BYTES", 1)
     mlp, rows = OwnMlp(), torch.randn(1, 40, 64)
@@ -207,8 +207,8 @@ def test_norms_and_encodings_that_compute_something_else_are_left_alone() -> Non
     assert PASSES is not None
     assert fusion._norm_of(OtherNorm(64), PASSES) is None
     assert fusion._norm_of(nn.LayerNorm(64), PASSES) is None
-    assert fusion._turns(modeling_llama.apply_rotary_pos_emb, PASSES)
-    assert not fusion._turns(modeling_cohere.apply_rotary_pos_emb, PASSES)  # turns neighbours, not halves
+    assert fusion._turns(modeling_llama.apply_rotary_pos_emb)
+    assert not fusion._turns(modeling_cohere.apply_rotary_pos_emb)  # turns neighbours, not halves
 
 
 @needs_passes

@@ -5,19 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.workloads import short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.walk import attention
+from prefillcli.walk import attention, narrow
 from prefillcli.walk.cuda_kernels import takes_sequences
 from prefillcli.walk.forest import ATTENTION, ForestAttention, register
-from prefillcli.walk.walk import LayerWalk
+from prefillcli.walk.walk import Arithmetic, LayerWalk
 from tests.unit.walk.fake_cuda import DEVICE, fake_cuda
 from tests.unit.walk.families import WINDOW, make_config
 from tests.unit.walk.launches import CHUNK, LAUNCH_CASES, LaunchCase, layer_counts
@@ -80,24 +82,41 @@ def test_nobody_waits_for_explicit_scores(
     assert not layer_counts(case, dtype=dtype, reads=True).waits
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_nobody_waits_in_a_whole_layer(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "launches"),
+    [
+        ("llama", None, 17),
+        ("qwen3", None, 19),
+        ("mistral", None, 17),
+        ("gemma2", None, 29),
+        ("llama", "int8", 28),
+        ("llama", "fp8", 21),
+    ],
+)
+def test_a_whole_layer_takes_few_launches_and_nobody_waits(
+    family: str, kind: Any, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the second layer on: the first copies the tables to the device."""
     register()
+    monkeypatch.setattr(narrow, "_changes", lambda module: isinstance(module, nn.Linear))  # fake weights are a type
     (pack,) = make_plan(short_rows(20, 5, 60, 200), Limits(10**7, 10**7)).packs
     with fake_cuda() as counts, torch.inference_mode():
         with torch.device(DEVICE):
             config = make_config(family)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
-        walk = LayerWalk(model.eval(), chunk_tokens=512)
-        state, waits = walk.begin(pack), []
+        arithmetic = Arithmetic() if kind is None else narrow.in_smaller_numbers(model, kind)
+        walk = LayerWalk(model.eval(), chunk_tokens=2048, arithmetic=arithmetic)
+        state, waits, totals = walk.begin(pack), [], []
         with ForestAttention(len(pack.tokens)) as attention:
             for _ in walk.through_layers(state, attention, lambda tokens: None):
                 waits.append(dict(counts.waits))
+                totals.append(counts.launches.total())
                 counts.waits.clear()
+                counts.launches.clear()
         walk.close()
     assert len(waits) > 2
     assert not any(waits[1:])
+    assert totals[1] == launches
 
 
 def test_what_waits_is_counted() -> None:
