@@ -29,6 +29,7 @@ from benchmarks.limits import enforced
 from benchmarks.workloads import prompts_with_histories, random_prompt
 from prefillcli.errors import out_of_memory
 from prefillcli.models.law import FREE_SHARE, MemoryLaw, memory_law, pack_limits
+from prefillcli.models.newest_flash import settle_attention
 from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -128,6 +129,7 @@ class Subject:
             )
         self.model = model.eval().requires_grad_(False)
         self.config, self.device, self.scale = config, device, scale
+        settle_attention(device, torch.bfloat16, config)
         self.law: MemoryLaw = memory_law(config, torch.bfloat16)
         self.weights = sum(weight.nbytes for weight in model.parameters())
 

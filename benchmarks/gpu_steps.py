@@ -28,6 +28,7 @@ from prefillcli.errors import brief
 from prefillcli.models.files import sample_model
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
+from prefillcli.models.newest_flash import current_flash
 from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.options.commands import DoctorSettings
 from prefillcli.plan.pack import Limits
@@ -50,6 +51,7 @@ KERNELS = {
     "flash-cpu": ("flash_attention_for_cpu",),
 }
 PASSES = ("_gate", "_norm", "_rotary")  # Triton's kernels between the products of a Llama layer
+TORCH_FLASH = "pytorch_flash"  # in the names of kernels of torch's own flash attention
 COMPILED = ("flex",)  # paths whose first calls take many seconds: they come last
 EXACT = 1e-4  # of P, in float32: between the walk and the eager forward
 TIMES_EAGER = 2.0  # error of P in bfloat16, as a multiple of the eager forward's own
@@ -114,28 +116,24 @@ class Bench:
 
 def doctor(bench: Bench) -> None:
     """Which paths of attention agree with explicit scores, and by which kernels; where a walk waits for the device."""
-    bench.add(flash_attention=_flash_versions())
     wrong = _checked_paths(bench, [path for path in attention_checks.CHECKED if path not in COMPILED])
     _profiled_walks(bench, ["llama", "gpt_oss"])
     summary = doctor_job(DoctorSettings(device=str(bench.device)))
     bench.add(doctor=summary)
     wrong += _checked_paths(bench, COMPILED)
     _profiled_walks(bench, ["gemma2"])
+    if current_flash() is not None:
+        attend = attention_checks.longest_trial("varlen-flash", bench.device, torch.bfloat16)
+        kernels = sorted(kernels_of(bench, attend))
+        bench.add(flash_kernels=kernels)
+        if not ran_its_own("varlen-flash", kernels) or any(TORCH_FLASH in kernel for kernel in kernels):
+            wrong.append(f"{current_flash()} did not run: {', '.join(kernels)}")
     if bench.real and not set(PASSES) <= set(bench.found()["walks"]["llama"]["kernels"]):
         wrong.append("a walk ran without the kernels between products")
     if summary["exit_code"]:
         wrong.append(f"prefill doctor: {summary['error']}")
     if wrong:
         raise WrongResultError("; ".join(wrong))
-
-
-def _flash_versions() -> dict[str, Any]:
-    # What torch can put in the place of its own flash attention, and what is there; an older torch does not say.
-    from torch.nn import attention
-
-    listed = getattr(attention, "list_flash_attention_impls", list)
-    current = getattr(attention, "current_flash_attention_impl", lambda: None)
-    return {"others": list(listed()), "in_use": current()}
 
 
 def _checked_paths(bench: Bench, paths: Iterable[str]) -> list[str]:

@@ -160,6 +160,16 @@ def test_a_compiled_pass_with_wrong_numbers_is_found_and_gone_around(
     assert fusion.compiled_passes.__wrapped__() is None
 
 
+def test_the_flash_attention_that_is_taken_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert examine(quiet=True)["flash"] == {}, "not for CPUs"
+    found = {"FA4": "No module named 'flash_attn'", "FA3": None}
+    monkeypatch.setattr(doctor, "settle_flash", lambda *_, **__: found)
+    assert examine()["flash"] == found
+    assert "FA3 (torch.nn.attention); FA4: No module named 'flash_attn'" in " ".join(capsys.readouterr().err.split())
+
+
 @needs_kernel
 def test_a_compiled_kernel_with_wrong_numbers_is_found_and_gone_around(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

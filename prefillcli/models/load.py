@@ -16,8 +16,9 @@ from prefillcli.models.find import ModelFiles
 from prefillcli.models.gguf import TOKENIZER_BYTES, GgufModel, make_cached
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part, read_config
+from prefillcli.models.newest_flash import settle_attention
 from prefillcli.models.placement import read_all
-from prefillcli.models.rehearsal import prove_model, settle_paths
+from prefillcli.models.rehearsal import prove_model
 from prefillcli.models.weights import Quantisation, plan_quantisation
 from prefillcli.runtime.clock import step
 from prefillcli.walk.forest import ATTENTION, register
@@ -34,7 +35,7 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     """
     register()
     limit_kernel_advice(device.type)
-    settle_paths(device, files.dtype)
+    settle_attention(device, files.dtype, files.config)
     try:
         model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
     except KeyError:  # some families have a table of attention classes, and no other attention

@@ -29,6 +29,7 @@ from prefillcli.models.completeness import limit_kernel_advice, quiet_transforme
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import read_config
+from prefillcli.models.newest_flash import settle_attention
 from prefillcli.models.open import Opened
 from prefillcli.models.placement import (
     Blocks,
@@ -41,7 +42,7 @@ from prefillcli.models.placement import (
     place_gguf,
     place_weights,
 )
-from prefillcli.models.rehearsal import prove_model, settle_paths
+from prefillcli.models.rehearsal import prove_model
 from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
 from prefillcli.runtime import memory
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
@@ -490,7 +491,7 @@ def load_streamed(
     """
     register()
     limit_kernel_advice(device.type)
-    settle_paths(device, files.dtype)
+    settle_attention(device, files.dtype, files.config)
     if files.part_of is not None:
         raise UnsupportedModelError(
             f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"

@@ -432,14 +432,15 @@ def versions() -> dict[str, str]:
 
     from prefillcli.runtime.version import __version__
 
-    vllm = sys.modules.get("vllm")
-
+    vllm, attention = sys.modules.get("vllm"), sys.modules.get("torch.nn.attention")
+    flash: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
     packages = ("torch", "transformers", "tokenizers", "pyarrow")
     return {
         "prefillcli": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
         **({} if vllm is None else {"vllm": str(vllm.__version__)}),
+        **({} if flash is None else {"flash attention": flash}),
     }
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -40,6 +41,7 @@ class DeviceKey:
     cpu: str
     cpu_flags: str  # the instruction sets of the processor, and those that torch uses
     compiler: str | None  # the C++ compiler, with its size and time
+    flash: str | None = None  # packages that torch may take flash attention from
 
     @property
     def digest(self) -> str:
@@ -51,11 +53,12 @@ def device_key(device: torch.device) -> DeviceKey:
     """Return the key of a device of this machine."""
     import torch
 
-    name, capability, driver = cpu_name(), None, None
+    name, capability, driver, flash = cpu_name(), None, None, None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, capability, driver = properties.name, f"{properties.major}.{properties.minor}", driver_version()
         capability = getattr(properties, "gcnArchName", None) if torch.version.hip else capability
+        flash = " ".join(_versions("flash-attn-3", "flash-attn-4"))
     elif device.type != "cpu":
         name, driver = f"{device.type} of {platform.machine()}", platform.platform()
     runtime = torch.version.cuda or torch.version.hip
@@ -72,7 +75,14 @@ def device_key(device: torch.device) -> DeviceKey:
             [torch.backends.cpu.get_cpu_capability(), *_limits(), _digest(" ".join(cpu_flags()).encode())]
         ),
         compiler=compiler_file(),
+        flash=flash,
     )
+
+
+def _versions(*packages: str) -> Iterator[str]:
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{package} {metadata.version(package)}"
 
 
 def _limits() -> list[str]:

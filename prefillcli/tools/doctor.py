@@ -16,6 +16,7 @@ from prefillcli.errors import ResourceError, shown
 from prefillcli.models.dtype import MARGIN, times_as_long
 from prefillcli.models.gguf import cache_use
 from prefillcli.models.law import FREE_SHARE, memory_law
+from prefillcli.models.newest_flash import settle_flash
 from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.shape import UNWALKED, VERIFIED, NoCostModel
@@ -31,6 +32,7 @@ from prefillcli.walk import attention, attention_checks, fusion, narrow
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+USUAL_WIDTH = 128  # of a head
 CAPTION = "The largest error of an output around 1, for usual scores and for scores near 200."
 
 
@@ -61,6 +63,8 @@ class Diagnosis(Ended):
     checks: list[dict[str, Any]] = field(default_factory=list)
     # `error` and `large_error` of eager attention in the same cases, by dtype.
     eager_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # What can take the place of torch's flash attention, newest first, and why one does not: null for one that does.
+    flash: dict[str, str | None] = field(default_factory=dict)
     passes: dict[str, str] = field(default_factory=dict)  # between a layer's products: `agrees`, ... by dtype
     notes: list[str] = field(default_factory=list)
     # `folder`, whether the outcome is `remembered` there, and the `gguf_bytes` of models made of GGUF files in
@@ -117,6 +121,9 @@ def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "--dtype", f"{found.dtype['advice']} ({found.dtype['why']})"
     for dtype in DTYPES:
         yield f"in {dtype}", ", ".join(found.attention[dtype]) or "nothing: attention is wrong"
+    if found.flash:
+        taken = [f"{name} (torch.nn.attention)" for name, why in found.flash.items() if why is None] or ["torch's own"]
+        yield "flash", "; ".join(taken + [f"{name}: {why}" for name, why in found.flash.items() if why is not None])
     ways = [f"{kind} by {way['by']} (error {way['error']:.1%})" for kind, way in found.compute.items()]
     yield "--compute", ", ".join(ways)
     if found.passes:
@@ -264,6 +271,7 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     found.cache = {"folder": str(user_cache.cache_folder()), "remembered": record.save()}
     found.cache |= {"gguf_folder": str(models), "gguf_bytes": taken}
     found.checks = [asdict(check) for check in checks]
+    found.flash = settle_flash(device, getattr(torch, found.dtype["advice"]), [USUAL_WIDTH], anew=True)
     clock.step("checking the products in int8 and fp8")
     found.compute = narrow.narrow_ways(device)
     clock.step("checking the compiled passes between products")

@@ -461,7 +461,9 @@ def fits_flash(query: Tensor, value: Tensor) -> bool:
     width, device = query.shape[-1], query.device
     if device.type != "cuda" or query.dtype == torch.float32 or value.shape[-1] > width:
         return False
-    return width <= 256 and width % 8 == 0 and may_take("flash-cuda", device) and compute_capability(device) >= (8, 0)
+    return (
+        width <= WIDEST and width % 8 == 0 and may_take("flash-cuda", device) and compute_capability(device) >= (8, 0)
+    )
 
 
 @cache

@@ -127,20 +127,28 @@ class PathCheck:
     lse_error: float | None = None
 
 
-def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck:
+def lacks(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a device lacks a path in a dtype; None if it has it. Raises KeyError for an unknown path."""
+    return _WAYS[path].lacks(device, dtype)
+
+
+def check_path(path: str, device: torch.device, dtype: torch.dtype, width: int | None = None) -> PathCheck:
     """Compare a path with explicit scores in all cases that it takes. Raises KeyError for an unknown path.
 
-    A path that is already ruled out counts as different, for the reason given then.
+    With a `width`, all heads are as wide. A path that is already ruled out counts as different, for the reason given
+    then.
     """
     name = str(dtype).removeprefix("torch.")
-    lacks = _WAYS[path].lacks(device, dtype)
-    if lacks is not None:
-        return PathCheck(path, name, "not here", lacks)
+    missing = lacks(path, device, dtype)
+    if missing is not None:
+        return PathCheck(path, name, "not here", missing)
     known = ruled_out(device).get(path)
     if known is not None:
         return PathCheck(path, name, "differs", known)
     errors = []
     for case in CASES:
+        if width is not None:
+            case = replace(case, name=f"{case.name}, all of {width}", widths=(width, width))
         trial = make_trial(case, dtype)
         if not _WAYS[path].suits(trial):
             continue
@@ -178,10 +186,12 @@ def eager_errors(dtype: torch.dtype) -> tuple[float, float]:
     return max(error for error, large in errors if not large), max(error for error, large in errors if large)
 
 
-def check_paths(paths: Iterable[str], device: torch.device, dtype: torch.dtype) -> list[PathCheck]:
+def check_paths(
+    paths: Iterable[str], device: torch.device, dtype: torch.dtype, width: int | None = None
+) -> list[PathCheck]:
     """`check_path` of several; nothing stays in memory."""
     try:
-        return [check_path(path, device, dtype) for path in paths]
+        return [check_path(path, device, dtype, width) for path in paths]
     finally:
         make_trial.cache_clear()
         _explicit.cache_clear()
