@@ -130,6 +130,7 @@ def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
         statuses = set(found.passes.values())
         lacking = "C++ compiler" if found.device["kind"] == "cpu" else "Triton"
         why = f"there is no {lacking}" if "not here" in statuses else "they are wrong"
+        why = "they do not run" if "fails" in statuses else why
         yield "layers", "compiled passes" if statuses == {"agrees"} else f"without compiled passes: {why}"
     yield "--threads", f"{found.threads} ({found.why_threads})"
     budget = found.memory["budget_bytes"]
