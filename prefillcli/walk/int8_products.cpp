@@ -1,4 +1,4 @@
-// Products of int8 rows with int8 weights, for CPUs with AVX512-VNNI or AMX, and the passes that make both.
+// Products of int8 rows with int8 weights, for CPUs with AVX2, AVX512-VNNI or AMX, and the passes that make both.
 //
 // A row is quantised by its own largest number, a weight by the largest of its output channel; both are turned first
 // (`narrow.py`). Sums of products are exact integers, so a row's result has the same bits whatever it is computed with.
@@ -6,109 +6,212 @@
 // Weights lie in panels of output channels: four numbers of each channel beside each other, as one instruction
 // multiplies them. That of VNNI takes one side as unsigned: weights are stored plus 128, and 128 times the sum of the
 // row's numbers is taken off again. Those of AMX multiply tiles of both.
+//
+// AVX2 adds the products of two unsigned and two signed bytes to a word of 16 bits (vpmaddubsw), and words to sums of
+// 32 bits by another multiplication, which takes as long. So a word takes eight products before that. Rows have numbers
+// of up to LARGEST, stored plus that. A channel's numbers are as large as eight of them, or two, leave no word too
+// small: a magnitude of all rows' numbers times those of the weights is the bound, not what rows there are. Additions of
+// words may wrap around before the last, which takes off LARGEST times the sum of the eight weights.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#define WITH_AVX512
+#endif
+#if defined(WITH_AVX512) || (defined(__AVX2__) && defined(__FMA__))
 
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
-#if defined(__AMX_INT8__) || defined(__AMXINT8__)  // GCC, and older Clang
+#if defined(WITH_AVX512) && (defined(__AMX_INT8__) || defined(__AMXINT8__))  // GCC, and older Clang
 #define WITH_AMX
 #endif
 
 namespace {
 
-constexpr int LANES = 16, VECTORS = 4, TURNED = LANES * VECTORS, ROWS = 6;
+// Rows that are multiplied together, output channels of a panel, and rows that a thread takes; how large a row's
+// numbers may be, and what is added to them and to weights where they are stored.
 #if defined(WITH_AMX)
-constexpr int PANEL = 32, BLOCK = 256, SHIFT = 0;
+constexpr int ROWS = 32, PANEL = 32, BLOCK = 256, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 0;
+#elif defined(WITH_AVX512)
+constexpr int ROWS = 6, PANEL = 64, BLOCK = 240, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 128;
 #else
-constexpr int PANEL = 64, BLOCK = 240, SHIFT = 128;
+constexpr int ROWS = 3, PANEL = 16, BLOCK = 240, LARGEST = 90, ROW_SHIFT = LARGEST, SHIFT = 0;
 #endif
-constexpr int TILE = 16, STEP = 64;  // rows of a tile, and bytes of each
+constexpr int TILE = 16, STEP = 64;  // rows of a tile of AMX, and bytes of each
 
-inline __m512 load(const uint16_t* from) {
+#if defined(WITH_AVX512)
+typedef __m512 Floats;
+typedef __m512i Integers;
+constexpr int LANES = 16;
+
+inline Floats load(const uint16_t* from) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 }
 
-inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 
-inline void store(uint16_t* to, __m512 numbers) {
+inline void store(uint16_t* to, Floats numbers) {
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
 }
 
-inline void store(float* to, __m512 numbers) { _mm512_storeu_ps(to, numbers); }
+inline void store(float* to, Floats numbers) { _mm512_storeu_ps(to, numbers); }
+
+inline void store(int32_t* to, Integers numbers) { _mm512_storeu_si512(to, numbers); }
+
+inline void store_bytes(void* to, Integers numbers) {
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(numbers));
+}
+
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+
+inline Floats larger(Floats most, Floats numbers) { return _mm512_max_ps(most, _mm512_abs_ps(numbers)); }
+
+inline Integers rounded(Floats numbers) { return _mm512_cvtps_epi32(numbers); }
+
+inline Floats real(Integers numbers) { return _mm512_cvtepi32_ps(numbers); }
+
+inline Integers added(Integers one, Integers other) { return _mm512_add_epi32(one, other); }
+
+inline Integers shifted(Integers numbers, int by) { return _mm512_add_epi32(numbers, _mm512_set1_epi32(by)); }
+
+// Sums and differences of lanes.
+inline Floats lanes_turned(Floats x) {
+    const __m512 one = _mm512_set1_ps(1.0f), less = _mm512_set1_ps(-1.0f);
+    x = _mm512_fmadd_ps(x, _mm512_mask_blend_ps(0xaaaa, one, less), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, _mm512_mask_blend_ps(0xcccc, one, less), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, _mm512_mask_blend_ps(0xf0f0, one, less), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, _mm512_mask_blend_ps(0xff00, one, less), _mm512_shuffle_f32x4(x, x, 0x4e));
+}
+#else
+typedef __m256 Floats;
+typedef __m256i Integers;
+constexpr int LANES = 8;
+
+inline Floats load(const uint16_t* from) {
+    return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+}
+
+inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
+
+inline Integers shifted(Integers numbers, int by) { return _mm256_add_epi32(numbers, _mm256_set1_epi32(by)); }
+
+// The low halves of each.
+inline __m128i halves(Integers numbers) {
+    const __m256i kept = _mm256_and_si256(numbers, _mm256_set1_epi32(0xffff));
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0x08));
+}
+
+inline void store(uint16_t* to, Floats numbers) {  // to the nearest, of two the even one
+    const __m256i bits = (__m256i)numbers;
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_srli_epi32(_mm256_add_epi32(shifted(bits, 0x7fff), odd), 16);
+    const __m256i none = (__m256i)_mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);  // no number stays none
+    _mm_storeu_si128((__m128i*)to, halves(_mm256_or_si256(near, _mm256_and_si256(none, _mm256_set1_epi32(0x7fc0)))));
+}
+
+inline void store(float* to, Floats numbers) { _mm256_storeu_ps(to, numbers); }
+
+inline void store(int32_t* to, Integers numbers) { _mm256_storeu_si256((__m256i*)to, numbers); }
+
+inline void store_bytes(void* to, Integers numbers) {  // the low ones
+    const __m128i kept = _mm_and_si128(halves(numbers), _mm_set1_epi16(0xff));
+    _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(kept, kept));
+}
+
+inline Floats all(float x) { return _mm256_set1_ps(x); }
+
+inline Floats larger(Floats most, Floats numbers) {
+    return _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), numbers));
+}
+
+inline Integers rounded(Floats numbers) { return _mm256_cvtps_epi32(numbers); }
+
+inline Floats real(Integers numbers) { return _mm256_cvtepi32_ps(numbers); }
+
+inline Integers added(Integers one, Integers other) { return _mm256_add_epi32(one, other); }
+
+inline Floats lanes_turned(Floats x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+#endif
+
+constexpr int TURNED = 64, VECTORS = TURNED / LANES;
 
 // Sums and differences of 64 numbers: those of vectors, and then of lanes.
-inline void turn(__m512* x) {
-    const __m512 swapped[2] = {_mm512_add_ps(x[0], x[1]), _mm512_sub_ps(x[0], x[1])};
-    const __m512 others[2] = {_mm512_add_ps(x[2], x[3]), _mm512_sub_ps(x[2], x[3])};
-    const __m512 eighth = _mm512_set1_ps(0.125f), one = _mm512_set1_ps(1.0f), less = _mm512_set1_ps(-1.0f);
-    x[0] = _mm512_mul_ps(_mm512_add_ps(swapped[0], others[0]), eighth);
-    x[1] = _mm512_mul_ps(_mm512_add_ps(swapped[1], others[1]), eighth);
-    x[2] = _mm512_mul_ps(_mm512_sub_ps(swapped[0], others[0]), eighth);
-    x[3] = _mm512_mul_ps(_mm512_sub_ps(swapped[1], others[1]), eighth);
-    for (int v = 0; v < VECTORS; v++) {
-        x[v] = _mm512_fmadd_ps(x[v], _mm512_mask_blend_ps(0xaaaa, one, less), _mm512_permute_ps(x[v], 0xb1));
-        x[v] = _mm512_fmadd_ps(x[v], _mm512_mask_blend_ps(0xcccc, one, less), _mm512_permute_ps(x[v], 0x4e));
-        x[v] = _mm512_fmadd_ps(x[v], _mm512_mask_blend_ps(0xf0f0, one, less), _mm512_shuffle_f32x4(x[v], x[v], 0xb1));
-        x[v] = _mm512_fmadd_ps(x[v], _mm512_mask_blend_ps(0xff00, one, less), _mm512_shuffle_f32x4(x[v], x[v], 0x4e));
-    }
+inline void turn(Floats* x) {
+#pragma GCC unroll 3
+    for (int half = 1; half < VECTORS; half *= 2)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            if (!(v & half)) {
+                const Floats other = x[v + half];
+                x[v + half] = x[v] - other;
+                x[v] = x[v] + other;
+            }
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) x[v] = lanes_turned(x[v] * all(0.125f));
+}
+
+inline float highest(Floats numbers) {
+    float own[LANES];
+    store(own, numbers);
+    return *std::max_element(own, own + LANES);
 }
 
 // One row in float32, turned where its width allows that; the largest of its numbers.
 template <class Number>
 inline float turned(const Number* from, int64_t width, float* to) {
-    __m512 most = _mm512_setzero_ps();
+    Floats most = all(0);
     if (width % TURNED)
         for (int64_t k = 0; k < width; k += LANES) {
-            const __m512 x = load(from + k);
-            _mm512_storeu_ps(to + k, x);
-            most = _mm512_max_ps(most, _mm512_abs_ps(x));
+            const Floats x = load(from + k);
+            store(to + k, x);
+            most = larger(most, x);
         }
     else
         for (int64_t k = 0; k < width; k += TURNED) {
-            __m512 x[VECTORS];
+            Floats x[VECTORS];
             for (int v = 0; v < VECTORS; v++) x[v] = load(from + k + LANES * v);
             turn(x);
             for (int v = 0; v < VECTORS; v++) {
-                _mm512_storeu_ps(to + k + LANES * v, x[v]);
-                most = _mm512_max_ps(most, _mm512_abs_ps(x[v]));
+                store(to + k + LANES * v, x[v]);
+                most = larger(most, x[v]);
             }
         }
-    return _mm512_reduce_max_ps(most);
+    return highest(most);
 }
-
-inline __m512i rounded(const float* from, __m512 by) {
-    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from), by));
-}
-
-inline __m512 steps(float largest) { return _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f); }
 
 struct Quantised {
-    int8_t* numbers;  // [rows, padded], zeros from `width` on; there is memory for whole tiles of rows
-    float* scales;    // [rows], what gives the rows back
-    int32_t* sums;    // [rows], of the numbers
+    uint8_t* numbers;  // [rows, padded], plus ROW_SHIFT; there is memory for whole tiles of rows
+    float* scales;     // [rows], what gives the rows back
+    int32_t* sums;     // [rows], of the numbers
     int64_t padded;
 };
 
 inline int64_t padded_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-// One row that was turned, as small numbers.
+// One row that was turned, as small numbers, which are zeros from `width` on.
 inline void quantise_row(const float* from, float largest, int64_t row, int64_t width, const Quantised& to) {
-    const __m512 by = steps(largest);
-    __m512i sum = _mm512_setzero_si512();
-    int8_t* numbers = to.numbers + row * to.padded;
+    const Floats by = all(largest > 0 ? LARGEST / largest : 0.0f);
+    Integers sum = rounded(all(0));
+    uint8_t* numbers = to.numbers + row * to.padded;
     for (int64_t k = 0; k < width; k += LANES) {
-        const __m512i some = rounded(from + k, by);
-        sum = _mm512_add_epi32(sum, some);
-        _mm_storeu_si128((__m128i*)(numbers + k), _mm512_cvtepi32_epi8(some));
+        const Integers some = rounded(load(from + k) * by);
+        sum = added(sum, some);
+        store_bytes(numbers + k, shifted(some, ROW_SHIFT));
     }
-    memset(numbers + width, 0, to.padded - width);
-    to.scales[row] = largest / 127.0f;
-    to.sums[row] = _mm512_reduce_add_epi32(sum);
+    memset(numbers + width, ROW_SHIFT, to.padded - width);
+    int32_t own[LANES];
+    store(own, sum);
+    to.scales[row] = largest / LARGEST;
+    to.sums[row] = 0;
+    for (int i = 0; i < LANES; i++) to.sums[row] += own[i];
 }
 
 #if defined(WITH_AMX)
@@ -141,6 +244,56 @@ void quantise(const Number* from, int64_t stride, int64_t rows, int64_t width, i
     }
 }
 
+#if defined(WITH_AVX512)
+inline int64_t panel_bytes(int64_t width) { return PANEL * padded_to(width, STEP); }
+
+// One output channel, into its panel; what gives it back.
+inline float pack_output(const float* from, float largest, int64_t output, int64_t width, uint8_t* panel) {
+    const __m512 by = all(largest > 0 ? 127.0f / largest : 0.0f);
+    panel += 4 * (output % PANEL);
+    for (int64_t k = 0; k < width; k += LANES) {
+        alignas(16) uint32_t words[4];
+        store_bytes(words, shifted(rounded(load(from + k) * by), SHIFT));
+        for (int i = 0; i < 4; i++) memcpy(panel + (k + 4 * i) * PANEL, words + i, 4);
+    }
+    return largest / 127.0f;
+}
+#else
+// Inputs whose products two words of a channel take, four by four: two of each four are of one word. Their weights lie
+// behind what is added to the words.
+constexpr int GROUP = 16, WORD = GROUP / 2, GROUP_BYTES = PANEL * (4 + GROUP);
+
+inline int64_t panel_bytes(int64_t width) { return width / GROUP * GROUP_BYTES; }
+
+// How large two weights and those of a word may be together; rounding adds a half to each at most.
+constexpr int MOST_OF_TWO = INT16_MAX / (2 * LARGEST) - 1, MOST = INT16_MAX / LARGEST - WORD / 2;
+
+inline float pack_output(const float* from, float largest, int64_t output, int64_t width, uint8_t* panel) {
+    float two = 0, word = 0;
+    for (int64_t k = 0; k < width; k += GROUP)
+        for (int half = 0; half < 4; half += 2) {
+            float sum = 0;
+            for (int64_t i = k + half; i < k + GROUP; i += 4) {
+                const float own = fabsf(from[i]) + fabsf(from[i + 1]);
+                two = std::max(two, own);
+                sum += own;
+            }
+            word = std::max(word, sum);
+        }
+    const float step = std::max({largest / 127, two / MOST_OF_TWO, word / MOST});
+    const Floats by = all(step > 0 ? 1 / step : 0.0f);
+    for (int64_t k = 0; k < width; k += GROUP, panel += GROUP_BYTES) {
+        int8_t numbers[GROUP];
+        int16_t less[2] = {0, 0};
+        for (int i = 0; i < GROUP; i += LANES) store_bytes(numbers + i, rounded(load(from + k + i) * by));
+        for (int i = 0; i < GROUP; i++) less[i / 2 % 2] -= LARGEST * numbers[i];
+        memcpy(panel + 4 * (output % PANEL), less, 4);
+        for (int i = 0; i < GROUP; i += 4) memcpy(panel + (4 + i) * PANEL + 4 * (output % PANEL), numbers + i, 4);
+    }
+    return step;
+}
+#endif
+
 // Weights [outputs, width] as panels, which are zeros where there are no such outputs and inputs; `scales` [outputs].
 template <class Number>
 void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, uint8_t* to, float* scales) {
@@ -150,15 +303,8 @@ void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, u
 #pragma omp for schedule(static)
         for (int64_t output = 0; output < outputs; output++) {
             const float largest = turned(from + output * width, width, own.data());
-            const __m512 by = steps(largest);
-            uint8_t* panel = to + output / PANEL * PANEL * padded_to(width, STEP) + 4 * (output % PANEL);
-            for (int64_t k = 0; k < width; k += LANES) {
-                alignas(16) uint32_t words[4];
-                const __m512i numbers = _mm512_add_epi32(rounded(own.data() + k, by), _mm512_set1_epi32(SHIFT));
-                _mm_store_si128((__m128i*)words, _mm512_cvtepi32_epi8(numbers));
-                for (int i = 0; i < 4; i++) memcpy(panel + (k + 4 * i) * PANEL, words + i, 4);
-            }
-            scales[output] = largest / 127.0f;
+            uint8_t* panel = to + output / PANEL * panel_bytes(width);
+            scales[output] = pack_output(own.data(), largest, output, width, panel);
         }
     }
 }
@@ -172,10 +318,9 @@ struct Sizes {  // int64 in Python
 template <class Number>
 void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
                 int64_t end, int64_t first, Number* out) {
-    alignas(64) int32_t sums[2 * TILE][PANEL];
-    weights += first * rows.padded;
-    for (; row < end; row += 2 * TILE) {
-        const int8_t* numbers = rows.numbers + row * rows.padded;
+    alignas(64) int32_t sums[ROWS][PANEL];
+    for (; row < end; row += ROWS) {
+        const uint8_t* numbers = rows.numbers + row * rows.padded;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -196,7 +341,7 @@ void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scal
         _tile_stored(2, sums[TILE], sizeof(sums[0]));
         _tile_stored(3, sums[TILE] + LANES, sizeof(sums[0]));
         settle(sums);
-        const int count = (int)(end - row < 2 * TILE ? end - row : 2 * TILE);
+        const int count = (int)(end - row < ROWS ? end - row : ROWS);
         for (int64_t v = 0; v < PANEL && first + v < n.outputs; v += LANES) {
             const __m512 own = _mm512_loadu_ps(scales + first + v);
             for (int r = 0; r < count; r++) {
@@ -209,7 +354,9 @@ void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scal
 }
 #else
 struct Tiles {};  // none
+#endif
 
+#if defined(WITH_AVX512) && !defined(WITH_AMX)
 // Adds the products of four unsigned and four signed bytes to each word. Compilers copy the sums of the intrinsic, and
 // then have too few registers.
 inline void add_products(__m512i& sum, __m512i bytes, __m512i others) {
@@ -220,8 +367,7 @@ inline void add_products(__m512i& sum, __m512i bytes, __m512i others) {
 template <int R, int V, class Number>
 inline void tile(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
                  int64_t first, Number* out) {
-    const int8_t* numbers = rows.numbers + row * rows.padded;
-    weights += first * rows.padded;
+    const uint8_t* numbers = rows.numbers + row * rows.padded;
     __m512i sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -270,6 +416,73 @@ void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scal
                                          : vector_rows<1, Number>;
     some(rows, weights, scales, n, row, end, first, out);
 }
+#elif !defined(WITH_AVX512)
+// Multiplies two bytes of a row with two of a weight at a time. Compilers move additions of the intrinsics about, and
+// then have too few registers.
+inline __m256i products(__m256i numbers, __m256i weights) {
+    __m256i found;
+    __asm__("vpmaddubsw %2, %1, %0" : "=x"(found) : "x"(numbers), "x"(weights));
+    return found;
+}
+
+inline void add_words(__m256i& words, __m256i others) { __asm__("vpaddw %1, %0, %0" : "+x"(words) : "x"(others)); }
+
+// R rows with a panel. Unrolled, so that all sums stay in registers.
+template <int R, class Number>
+inline void tile(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
+                 int64_t first, Number* out) {
+    constexpr int V = PANEL / LANES;
+    const uint8_t* numbers = rows.numbers + row * rows.padded;
+    const auto vector = [&](int at) { return _mm256_loadu_si256((const __m256i*)weights + at); };
+    __m256i sum[R][V];
+#pragma GCC unroll 8
+    for (int i = 0; i < R * V; i++) sum[i / V][i % V] = _mm256_setzero_si256();
+    for (int64_t k = 0; k < n.width; k += GROUP, weights += GROUP_BYTES) {
+        __m256i words[R][V];
+#pragma GCC unroll 8
+        for (int s = 0; s < GROUP; s += 4) {
+            const __m256i weight[V] = {vector((4 + s) / 4 * V), vector((4 + s) / 4 * V + 1)};
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                int32_t word;
+                memcpy(&word, numbers + r * rows.padded + k + s, 4);
+                const __m256i four = _mm256_set1_epi32(word);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++)
+                    if (s)
+                        add_words(words[r][v], products(four, weight[v]));
+                    else
+                        words[r][v] = products(four, weight[v]);
+            }
+        }
+        __m256i minus;  // made anew: there is no register to keep it in
+        __asm__ volatile("vpcmpeqw %0, %0, %0" : "=x"(minus));
+        const __m256i less[V] = {vector(0), vector(1)};
+#pragma GCC unroll 8
+        for (int i = 0; i < R * V; i++) add_words(words[i / V][i % V], less[i % V]);
+#pragma GCC unroll 8
+        for (int i = 0; i < R * V; i++)
+            __asm__("vpmaddwd %1, %0, %0" : "+x"(words[i / V][i % V]) : "x"(minus));
+#pragma GCC unroll 8
+        for (int i = 0; i < R * V; i++)
+            __asm__("vpsubd %1, %0, %0" : "+x"(sum[i / V][i % V]) : "x"(words[i / V][i % V]));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const Floats by = all(rows.scales[row + r]) * load(scales + first + LANES * v);
+            store(out + (row + r) * n.out_stride + first + LANES * v, real(sum[r][v]) * by);
+        }
+}
+
+template <class Number>
+void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
+                int64_t end, int64_t first, Number* out) {
+    for (; row + ROWS <= end; row += ROWS) tile<ROWS>(rows, weights, scales, n, row, first, out);
+    if (row + 2 == end) tile<2>(rows, weights, scales, n, row, first, out);
+    if (row + 1 == end) tile<1>(rows, weights, scales, n, row, first, out);
+}
 #endif
 
 template <class Number>
@@ -282,7 +495,7 @@ void multiply(const Quantised& rows, const uint8_t* weights, const float* scales
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t row = block * BLOCK, end = row + BLOCK < n.rows ? row + BLOCK : n.rows;
             for (int64_t first = 0; first < n.outputs; first += PANEL)
-                panel_rows(rows, weights, scales, n, row, end, first, out);
+                panel_rows(rows, weights + first / PANEL * panel_bytes(n.width), scales, n, row, end, first, out);
         }
     }
 }
@@ -293,15 +506,22 @@ void multiply(const Quantised& rows, const uint8_t* weights, const float* scales
 extern "C" const char* prefill_int8_form() {
 #if defined(WITH_AMX)
     return "AMX";
-#else
+#elif defined(WITH_AVX512)
     return "AVX512-VNNI";
+#else
+    return "AVX2";
 #endif
+}
+
+// The bytes of weights [outputs, width] as panels.
+extern "C" int64_t prefill_int8_bytes(int64_t outputs, int64_t width) {
+    return padded_to(outputs, PANEL) / PANEL * panel_bytes(width);
 }
 
 // Rows and weights: bfloat16 if `halves`, else float32, of a width that is a multiple of 16, as outputs are. There is
 // memory for multiples of 32 rows, of 64 numbers of a row and of 64 output channels.
 extern "C" void prefill_int8_quantise(const void* from, int64_t stride, int64_t rows, int64_t width, int64_t threads,
-                                      int64_t halves, int8_t* numbers, float* scales, int32_t* sums) {
+                                      int64_t halves, uint8_t* numbers, float* scales, int32_t* sums) {
     const Quantised to = {numbers, scales, sums, padded_to(width, STEP)};
     if (halves)
         quantise((const uint16_t*)from, stride, rows, width, threads, to);
@@ -317,7 +537,7 @@ extern "C" void prefill_int8_pack(const void* from, int64_t outputs, int64_t wid
         pack((const float*)from, outputs, width, threads, to, scales);
 }
 
-extern "C" void prefill_int8_product(int8_t* numbers, float* row_scales, int32_t* sums, const uint8_t* weights,
+extern "C" void prefill_int8_product(uint8_t* numbers, float* row_scales, int32_t* sums, const uint8_t* weights,
                                      const float* scales, const int64_t* sizes, int64_t halves, void* out) {
     const int64_t width = ((const Sizes*)sizes)->width;
     const Quantised rows = {numbers, row_scales, sums, padded_to(width, STEP)};
