@@ -8,10 +8,11 @@
 // row's numbers is taken off again. Those of AMX multiply tiles of both.
 //
 // AVX2 adds the products of two unsigned and two signed bytes to a word of 16 bits (vpmaddubsw), and words to sums of
-// 32 bits by another multiplication, which takes as long. So a word takes eight products before that. Rows have numbers
-// of up to LARGEST, stored plus that. A channel's numbers are as large as eight of them, or two, leave no word too
-// small: a magnitude of all rows' numbers times those of the weights is the bound, not what rows there are. Additions of
-// words may wrap around before the last, which takes off LARGEST times the sum of the eight weights.
+// 32 bits by a multiplication (vpmaddwd) that takes as long. So a word takes eight products before that. A row's numbers
+// are up to LARGEST and stored plus that, so they have no sign; a channel's are so large that eight of them, and two,
+// times LARGEST fit a word. What was added to the row is taken off each word by a number that lies with the weights;
+// only then it must fit, as additions of words wrap around. For so little room a row and a channel have a scale for
+// every PART inputs, of which the products are added in float32, in their order.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 #define WITH_AVX512
@@ -32,14 +33,14 @@
 
 namespace {
 
-// Rows that are multiplied together, output channels of a panel, and rows that a thread takes; how large a row's
-// numbers may be, and what is added to them and to weights where they are stored.
+// Rows that are multiplied together, output channels of a panel, and rows that a thread takes; inputs that share a
+// scale, how large a row's numbers may be, and what is added to them and to weights where they are stored.
 #if defined(WITH_AMX)
-constexpr int ROWS = 32, PANEL = 32, BLOCK = 256, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 0;
+constexpr int ROWS = 32, PANEL = 32, BLOCK = 256, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 0, PART = INT32_MAX;
 #elif defined(WITH_AVX512)
-constexpr int ROWS = 6, PANEL = 64, BLOCK = 240, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 128;
+constexpr int ROWS = 6, PANEL = 64, BLOCK = 240, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 128, PART = INT32_MAX;
 #else
-constexpr int ROWS = 3, PANEL = 16, BLOCK = 240, LARGEST = 90, ROW_SHIFT = LARGEST, SHIFT = 0;
+constexpr int ROWS = 3, PANEL = 16, BLOCK = 240, LARGEST = 90, ROW_SHIFT = LARGEST, SHIFT = 0, PART = 128;
 #endif
 constexpr int TILE = 16, STEP = 64;  // rows of a tile of AMX, and bytes of each
 
@@ -164,18 +165,18 @@ inline float highest(Floats numbers) {
     return *std::max_element(own, own + LANES);
 }
 
-// One row in float32, turned where its width allows that; the largest of its numbers.
+// Numbers of a row in float32, turned if it is; the largest of them.
 template <class Number>
-inline float turned(const Number* from, int64_t width, float* to) {
+inline float turned(const Number* from, int64_t count, bool turns, float* to) {
     Floats most = all(0);
-    if (width % TURNED)
-        for (int64_t k = 0; k < width; k += LANES) {
+    if (!turns)
+        for (int64_t k = 0; k < count; k += LANES) {
             const Floats x = load(from + k);
             store(to + k, x);
             most = larger(most, x);
         }
     else
-        for (int64_t k = 0; k < width; k += TURNED) {
+        for (int64_t k = 0; k < count; k += TURNED) {
             Floats x[VECTORS];
             for (int v = 0; v < VECTORS; v++) x[v] = load(from + k + LANES * v);
             turn(x);
@@ -189,29 +190,43 @@ inline float turned(const Number* from, int64_t width, float* to) {
 
 struct Quantised {
     uint8_t* numbers;  // [rows, padded], plus ROW_SHIFT; there is memory for whole tiles of rows
-    float* scales;     // [rows], what gives the rows back
+    float* scales;     // [rows, parts], what gives the rows back
     int32_t* sums;     // [rows], of the numbers
     int64_t padded;
 };
 
 inline int64_t padded_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-// One row that was turned, as small numbers, which are zeros from `width` on.
-inline void quantise_row(const float* from, float largest, int64_t row, int64_t width, const Quantised& to) {
-    const Floats by = all(largest > 0 ? LARGEST / largest : 0.0f);
+inline int64_t parts_of(int64_t width) { return (width + PART - 1) / PART; }
+
+// Calls with each part of a row: its number, first input and number of inputs, the turned numbers and their largest.
+template <class Number, class Use>
+inline void each_part(const Number* from, int64_t width, float* own, const Use& use) {
+    for (int64_t part = 0; part < parts_of(width); part++) {
+        const int64_t first = part * PART, count = std::min(width - first, (int64_t)PART);
+        use(part, first, count, own, turned(from + first, count, width % TURNED == 0, own));
+    }
+}
+
+// One row as small numbers, which are zeros from `width` on.
+template <class Number>
+inline void quantise_row(const Number* from, int64_t row, int64_t width, float* own, const Quantised& to) {
     Integers sum = rounded(all(0));
     uint8_t* numbers = to.numbers + row * to.padded;
-    for (int64_t k = 0; k < width; k += LANES) {
-        const Integers some = rounded(load(from + k) * by);
-        sum = added(sum, some);
-        store_bytes(numbers + k, shifted(some, ROW_SHIFT));
-    }
+    each_part(from, width, own, [&](int64_t part, int64_t first, int64_t count, const float* turned, float largest) {
+        const Floats by = all(largest > 0 ? LARGEST / largest : 0.0f);
+        for (int64_t k = 0; k < count; k += LANES) {
+            const Integers some = rounded(load(turned + k) * by);
+            sum = added(sum, some);
+            store_bytes(numbers + first + k, shifted(some, ROW_SHIFT));
+        }
+        to.scales[row * parts_of(width) + part] = largest / LARGEST;
+    });
     memset(numbers + width, ROW_SHIFT, to.padded - width);
-    int32_t own[LANES];
-    store(own, sum);
-    to.scales[row] = largest / LARGEST;
+    int32_t sums[LANES];
+    store(sums, sum);
     to.sums[row] = 0;
-    for (int i = 0; i < LANES; i++) to.sums[row] += own[i];
+    for (int i = 0; i < LANES; i++) to.sums[row] += sums[i];
 }
 
 #if defined(WITH_AMX)
@@ -237,18 +252,18 @@ template <class Number>
 void quantise(const Number* from, int64_t stride, int64_t rows, int64_t width, int64_t threads, const Quantised& to) {
 #pragma omp parallel num_threads((int)threads)
     {
-        std::vector<float> own(width);
+        std::vector<float> own(std::min(width, (int64_t)PART));
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
-            quantise_row(own.data(), turned(from + row * stride, width, own.data()), row, width, to);
+            quantise_row(from + row * stride, row, width, own.data(), to);
     }
 }
 
 #if defined(WITH_AVX512)
 inline int64_t panel_bytes(int64_t width) { return PANEL * padded_to(width, STEP); }
 
-// One output channel, into its panel; what gives it back.
-inline float pack_output(const float* from, float largest, int64_t output, int64_t width, uint8_t* panel) {
+// A part of an output channel, into its panel; what gives it back.
+inline float pack_part(const float* from, float largest, int64_t output, int64_t width, uint8_t* panel) {
     const __m512 by = all(largest > 0 ? 127.0f / largest : 0.0f);
     panel += 4 * (output % PANEL);
     for (int64_t k = 0; k < width; k += LANES) {
@@ -268,7 +283,7 @@ inline int64_t panel_bytes(int64_t width) { return width / GROUP * GROUP_BYTES; 
 // How large two weights and those of a word may be together; rounding adds a half to each at most.
 constexpr int MOST_OF_TWO = INT16_MAX / (2 * LARGEST) - 1, MOST = INT16_MAX / LARGEST - WORD / 2;
 
-inline float pack_output(const float* from, float largest, int64_t output, int64_t width, uint8_t* panel) {
+inline float pack_part(const float* from, float largest, int64_t output, int64_t width, uint8_t* panel) {
     float two = 0, word = 0;
     for (int64_t k = 0; k < width; k += GROUP)
         for (int half = 0; half < 4; half += 2) {
@@ -294,17 +309,21 @@ inline float pack_output(const float* from, float largest, int64_t output, int64
 }
 #endif
 
-// Weights [outputs, width] as panels, which are zeros where there are no such outputs and inputs; `scales` [outputs].
+// Weights [outputs, width] as panels, which are zeros where there are no such outputs and inputs; `scales` [parts,
+// outputs].
 template <class Number>
 void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, uint8_t* to, float* scales) {
 #pragma omp parallel num_threads((int)threads)
     {
-        std::vector<float> own(width);
+        std::vector<float> own(std::min(width, (int64_t)PART));
 #pragma omp for schedule(static)
         for (int64_t output = 0; output < outputs; output++) {
-            const float largest = turned(from + output * width, width, own.data());
             uint8_t* panel = to + output / PANEL * panel_bytes(width);
-            scales[output] = pack_output(own.data(), largest, output, width, panel);
+            each_part(from + output * width, width, own.data(),
+                      [&](int64_t part, int64_t first, int64_t count, const float* turned, float largest) {
+                          uint8_t* to = panel + panel_bytes(first);
+                          scales[part * outputs + output] = pack_part(turned, largest, output, count, to);
+                      });
         }
     }
 }
@@ -434,46 +453,56 @@ inline void tile(const Quantised& rows, const uint8_t* weights, const float* sca
     constexpr int V = PANEL / LANES;
     const uint8_t* numbers = rows.numbers + row * rows.padded;
     const auto vector = [&](int at) { return _mm256_loadu_si256((const __m256i*)weights + at); };
-    __m256i sum[R][V];
+    const int64_t parts = parts_of(n.width);
+    Floats total[R][V];
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t end = std::min(n.width, (part + 1) * PART);
+        __m256i sum[R][V];
 #pragma GCC unroll 8
-    for (int i = 0; i < R * V; i++) sum[i / V][i % V] = _mm256_setzero_si256();
-    for (int64_t k = 0; k < n.width; k += GROUP, weights += GROUP_BYTES) {
-        __m256i words[R][V];
+        for (int i = 0; i < R * V; i++) sum[i / V][i % V] = _mm256_setzero_si256();
+        for (int64_t k = part * PART; k < end; k += GROUP, weights += GROUP_BYTES) {
+            __m256i words[R][V];
 #pragma GCC unroll 8
-        for (int s = 0; s < GROUP; s += 4) {
-            const __m256i weight[V] = {vector((4 + s) / 4 * V), vector((4 + s) / 4 * V + 1)};
+            for (int s = 0; s < GROUP; s += 4) {
+                const __m256i weight[V] = {vector((4 + s) / 4 * V), vector((4 + s) / 4 * V + 1)};
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                int32_t word;
-                memcpy(&word, numbers + r * rows.padded + k + s, 4);
-                const __m256i four = _mm256_set1_epi32(word);
+                for (int r = 0; r < R; r++) {
+                    int32_t word;
+                    memcpy(&word, numbers + r * rows.padded + k + s, 4);
+                    const __m256i four = _mm256_set1_epi32(word);
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++)
-                    if (s)
-                        add_words(words[r][v], products(four, weight[v]));
-                    else
-                        words[r][v] = products(four, weight[v]);
+                    for (int v = 0; v < V; v++)
+                        if (s)
+                            add_words(words[r][v], products(four, weight[v]));
+                        else
+                            words[r][v] = products(four, weight[v]);
+                }
             }
+            __m256i minus;  // made anew: there is no register to keep it in
+            __asm__ volatile("vpcmpeqw %0, %0, %0" : "=x"(minus));
+            const __m256i less[V] = {vector(0), vector(1)};
+#pragma GCC unroll 8
+            for (int i = 0; i < R * V; i++) add_words(words[i / V][i % V], less[i % V]);
+#pragma GCC unroll 8
+            for (int i = 0; i < R * V; i++)
+                __asm__("vpmaddwd %1, %0, %0" : "+x"(words[i / V][i % V]) : "x"(minus));
+#pragma GCC unroll 8
+            for (int i = 0; i < R * V; i++)
+                __asm__("vpsubd %1, %0, %0" : "+x"(sum[i / V][i % V]) : "x"(words[i / V][i % V]));
         }
-        __m256i minus;  // made anew: there is no register to keep it in
-        __asm__ volatile("vpcmpeqw %0, %0, %0" : "=x"(minus));
-        const __m256i less[V] = {vector(0), vector(1)};
 #pragma GCC unroll 8
-        for (int i = 0; i < R * V; i++) add_words(words[i / V][i % V], less[i % V]);
+        for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int i = 0; i < R * V; i++)
-            __asm__("vpmaddwd %1, %0, %0" : "+x"(words[i / V][i % V]) : "x"(minus));
-#pragma GCC unroll 8
-        for (int i = 0; i < R * V; i++)
-            __asm__("vpsubd %1, %0, %0" : "+x"(sum[i / V][i % V]) : "x"(words[i / V][i % V]));
+            for (int v = 0; v < V; v++) {
+                const Floats own = load(scales + part * n.outputs + first + LANES * v);
+                const Floats found = real(sum[r][v]) * (all(rows.scales[(row + r) * parts + part]) * own);
+                total[r][v] = part ? total[r][v] + found : found;
+            }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-            const Floats by = all(rows.scales[row + r]) * load(scales + first + LANES * v);
-            store(out + (row + r) * n.out_stride + first + LANES * v, real(sum[r][v]) * by);
-        }
+        for (int v = 0; v < V; v++) store(out + (row + r) * n.out_stride + first + LANES * v, total[r][v]);
 }
 
 template <class Number>
@@ -512,6 +541,9 @@ extern "C" const char* prefill_int8_form() {
     return "AVX2";
 #endif
 }
+
+// The numbers of scales of a row.
+extern "C" int64_t prefill_int8_parts(int64_t width) { return parts_of(width); }
 
 // The bytes of weights [outputs, width] as panels.
 extern "C" int64_t prefill_int8_bytes(int64_t outputs, int64_t width) {

@@ -264,11 +264,12 @@ class Int8Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.quantise, self.bytes, self.pack, self.multiply = (
-            getattr(library, f"prefill_int8_{name}") for name in ("quantise", "bytes", "pack", "product")
+        self.quantise, self.pack, self.multiply, self.bytes, self.parts = (
+            getattr(library, f"prefill_int8_{name}") for name in ("quantise", "pack", "product", "bytes", "parts")
         )
         self.quantise.argtypes = [pointer, *[number] * 5, *[pointer] * 3]
-        self.bytes.argtypes, self.bytes.restype = [number] * 2, number
+        self.bytes.argtypes, self.parts.argtypes = [number] * 2, [number]
+        self.bytes.restype = self.parts.restype = number
         self.pack.argtypes = [pointer, *[number] * 4, pointer, pointer]
         self.multiply.argtypes = [*[pointer] * 6, number, pointer]
         for each in (self.quantise, self.pack, self.multiply):
@@ -285,7 +286,7 @@ class KernelWeights:
         self.form = kernel.form
         # Where the width is padded, rows have zeros: whatever stands there adds nothing
         self._panels = torch.zeros(kernel.bytes(self._outputs, self._width), dtype=torch.uint8)
-        self._scales = torch.empty(self._outputs)
+        self._scales = torch.empty(kernel.parts(self._width), self._outputs)
         shape = self._outputs, self._width, torch.get_num_threads(), weight.dtype == torch.bfloat16
         kernel.pack(weight.contiguous().data_ptr(), *shape, self._panels.data_ptr(), self._scales.data_ptr())
 
@@ -293,7 +294,8 @@ class KernelWeights:
         """The small numbers with what they are padded by, what gives the rows back, and sums of the numbers."""
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         numbers = torch.empty(_multiple(len(rows), _ROWS), _multiple(rows.shape[1], _STEP), dtype=torch.int8)
-        scales, sums = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int32)
+        scales = torch.empty(len(rows), self._kernel.parts(self._width))
+        sums = torch.empty(len(rows), dtype=torch.int32)
         how = rows.stride(0), *rows.shape, torch.get_num_threads(), rows.dtype == torch.bfloat16
         self._kernel.quantise(rows.data_ptr(), *how, *(each.data_ptr() for each in (numbers, scales, sums)))
         return numbers, scales, sums
