@@ -40,7 +40,7 @@ constexpr int ROWS = 32, PANEL = 32, BLOCK = 256, LARGEST = 127, ROW_SHIFT = 0, 
 #elif defined(WITH_AVX512)
 constexpr int ROWS = 6, PANEL = 64, BLOCK = 240, LARGEST = 127, ROW_SHIFT = 0, SHIFT = 128, PART = INT32_MAX;
 #else
-constexpr int ROWS = 3, PANEL = 16, BLOCK = 240, LARGEST = 90, ROW_SHIFT = LARGEST, SHIFT = 0, PART = 128;
+constexpr int ROWS = 3, PANEL = 16, BLOCK = 240, LARGEST = 100, ROW_SHIFT = LARGEST, SHIFT = 0, PART = 128;
 #endif
 constexpr int TILE = 16, STEP = 64;  // rows of a tile of AMX, and bytes of each
 
