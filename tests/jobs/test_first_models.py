@@ -201,7 +201,7 @@ def fast_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(int8_kernel() is None, reason="no kernel here: torch's products in int8 take minutes")
 def test_the_model_in_int8_decides_rows_that_keep_their_answers(
-    data: Path, large: Path, in_full: list[dict[str, Any]], fast_int8: None
+    data: Path, large: Path, in_full: list[dict[str, Any]]
 ) -> None:
     given = FIRST | {"compute": "int8"}
     assert score(data, "out.jsonl", model=large, audit=40, **given)["status"] == "complete"

@@ -38,7 +38,11 @@ HERE_TOO = {
     ),
 }
 _VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"]
-INT8_HERE_TOO = {"AVX512-VNNI": _VNNI, "AMX": [*_VNNI, "-include", str(HERE / "tiles.h")]}
+INT8_HERE_TOO = {
+    "AVX2": (["-mavx2", "-mfma"], {"avx2", "fma3"}),
+    "AVX512-VNNI": (_VNNI, {"avx512_vnni", "avx512_bf16"}),
+    "AMX": ([*_VNNI, "-include", str(HERE / "tiles.h")], {"avx512_vnni", "avx512_bf16"}),
+}
 
 
 class EmulatedKernel(ForestKernel):
@@ -107,9 +111,10 @@ def test_the_kernel_for_other_instructions_agrees(
 def test_products_of_int8_for_other_instructions_are_those_of_the_rounded_numbers(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not {"avx512_vnni", "avx512_bf16"} <= attention._instructions():
-        pytest.skip("the processor lacks AVX512-VNNI")
-    library = user_cache.load_compiled("prefillcli.walk", "int8_products.cpp", INT8_HERE_TOO[form])
+    flags, needed = INT8_HERE_TOO[form]
+    if not needed <= attention._instructions():
+        pytest.skip(f"the processor lacks {', '.join(sorted(needed))}")
+    library = user_cache.load_compiled("prefillcli.walk", "int8_products.cpp", flags)
     if library is None:
         pytest.skip("no C++ compiler")
     kernel = Int8Kernel(library)

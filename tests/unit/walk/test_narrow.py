@@ -15,15 +15,16 @@ from transformers import AutoModelForCausalLM
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.walk import narrow
+from prefillcli.runtime import user_cache
+from prefillcli.walk import attention, narrow
 from prefillcli.walk.forest import ATTENTION, ForestAttention, register
-from prefillcli.walk.narrow import KernelWeights, TorchWeights, in_smaller_numbers, int8_kernel
+from prefillcli.walk.narrow import Int8Kernel, KernelWeights, TorchWeights, in_smaller_numbers, int8_kernel
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.fake_cuda import DEVICE, fake_cuda
 from tests.unit.walk.families import make_config
 from tests.unit.walk.test_walk import each_device, mixed, model_of, walked, wanted
 
-KERNEL = pytest.mark.skipif(int8_kernel() is None, reason="no compiler, or no AVX512-VNNI")
+KERNEL = pytest.mark.skipif(int8_kernel() is None, reason="no compiler, or no AVX2")
 WAYS = ["torch", pytest.param("kernel", marks=KERNEL)]
 
 
@@ -42,17 +43,30 @@ def drawn(rows: int, width: int, dtype: torch.dtype = torch.float32, seed: int =
     return found.to(dtype)
 
 
-def exact(rows: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
-    """The product of rows and weights that are turned, scaled and rounded, by NumPy in float64."""
+def exact(rows: torch.Tensor, weight: torch.Tensor, form: str = "") -> np.ndarray:
+    """The product of rows and weights that are turned, scaled and rounded, as a form of the kernel rounds them, by
+    NumPy in float64."""
 
-    def quantised(numbers: torch.Tensor) -> np.ndarray:
+    def turned(numbers: torch.Tensor) -> np.ndarray:
         own = numbers.double().numpy()
-        if own.shape[1] % 64 == 0:
-            own = (own.reshape(len(own), -1, 64) @ (hadamard(64) / 8)).reshape(own.shape)
-        step = np.abs(own).max(axis=1, keepdims=True) / 127
+        if own.shape[1] % 64:
+            return own
+        return (own.reshape(len(own), -1, 64) @ (hadamard(64) / 8)).reshape(own.shape)
+
+    def rounded(own: np.ndarray, *bounds: np.ndarray) -> np.ndarray:
+        step = np.max([each.max(axis=tuple(range(1, each.ndim))) for each in bounds], axis=0)[:, None]
         return np.rint(own / step) * step
 
-    return quantised(rows) @ quantised(weight).T
+    one, other = turned(rows), turned(weight)
+    if form != "AVX2":
+        return rounded(one, np.abs(one) / 127) @ rounded(other, np.abs(other) / 127).T
+    found = np.zeros((len(one), len(other)))
+    for start in range(0, one.shape[1], 128):
+        part, weights = one[:, start : start + 128], other[:, start : start + 128]
+        pairs = np.abs(weights).reshape(len(weights), -1, 4, 2, 2).sum(axis=4)
+        bounds = np.abs(weights) / 127, pairs / (32767 // 200 - 1), pairs.sum(axis=2) / (32767 // 100 - 4)
+        found += rounded(part, np.abs(part) / 100) @ rounded(weights, *bounds).T
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -62,7 +76,7 @@ def test_products_are_those_of_the_rounded_numbers(way: str, dtype: torch.dtype,
     rows, weight = drawn(31, width, dtype), drawn(outputs, width, dtype, seed=1) / width**0.5
     weights = made(way, weight)
     found = weights.product(weights.quantised(rows), None, torch.float32).double().numpy()
-    correct = exact(rows, weight)
+    correct = exact(rows, weight, getattr(weights, "form", ""))
     # A number in the middle between two steps may fall to either, as turning adds up in another order.
     assert np.linalg.norm(found - correct) < 1e-3 * np.linalg.norm(correct)
     plain = (rows.double() @ weight.double().T).numpy()
@@ -86,9 +100,85 @@ def test_products_by_torch_on_any_device(kind: Any, least: float, most: float, r
 def test_a_row_has_the_same_bits_beside_any_others(way: str) -> None:
     rows, weights = drawn(700, 128, torch.bfloat16), made(way, drawn(96, 128, torch.bfloat16, seed=1))
     together = weights.product(weights.quantised(rows), None, torch.bfloat16)
-    for start, end in ((0, 1), (5, 11), (239, 242), (600, 700)):
-        alone = weights.product(weights.quantised(rows[start:end]), None, torch.bfloat16)
-        assert torch.equal(alone, together[start:end])
+    threads = torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        for start, end in ((0, 1), (5, 11), (239, 242), (600, 700)):
+            alone = weights.product(weights.quantised(rows[start:end]), None, torch.bfloat16)
+            assert torch.equal(alone, together[start:end])
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def avx2() -> Int8Kernel:
+    """The kernel for AVX2 alone, where the processor may have more."""
+    flags = ["-mavx2", "-mfma", "-ffp-contract=off"]
+    able = {"avx2", "fma3"} <= attention._instructions()
+    library = user_cache.load_compiled("prefillcli.walk", "int8_products.cpp", flags) if able else None
+    if library is None:
+        pytest.skip("no compiler, or no AVX2")
+    kernel = Int8Kernel(library)
+    assert kernel.form == "AVX2"
+    return kernel
+
+
+def as_avx2_multiplies(numbers: np.ndarray, panels: np.ndarray, outputs: int) -> np.ndarray:
+    """Sums of products [rows, outputs, groups of 16 inputs] of a row's bytes [rows, inputs] with packed weights: each
+    instruction as Intel documents it, and never one that saturates."""
+    rows, inputs = numbers.shape
+    groups = panels.reshape(outputs // 16, inputs // 16, 5, 16, 4).transpose(0, 3, 1, 2, 4)
+    groups = groups.reshape(outputs, inputs // 16, 5, 4)
+    four = numbers.reshape(rows, 1, inputs // 16, 4, 2, 2).astype(np.int32)
+    weights = groups[:, :, 1:].reshape(1, outputs, inputs // 16, 4, 2, 2).astype(np.int32)
+    pairs = (four * weights).sum(axis=-1)  # vpmaddubsw, and its saturation
+    assert -32768 <= pairs.min() <= pairs.max() <= 32767
+    less = groups[:, :, 0].copy().view(np.int16)[None]
+    words = pairs.astype(np.int16).sum(axis=3, dtype=np.int16) + less  # vpaddw wraps around
+    signed = ((four - 100) * weights).sum(axis=(3, 5))
+    assert np.array_equal(words, signed)
+    return words.astype(np.int32).sum(axis=-1)  # vpmaddwd
+
+
+@pytest.mark.parametrize("weight", ["random", "one", "a pair", "a word", "all", "alternating"])
+@pytest.mark.parametrize(("outputs", "width"), [(16, 16), (48, 80), (32, 144), (16, 1616)])
+def test_avx2_never_saturates(avx2: Int8Kernel, weight: str, outputs: int, width: int) -> None:
+    """Bit for bit as in a model of its instructions, for the rows that are the worst for each output channel."""
+    given = drawn(outputs, width) / 40
+    if weight in ("all", "alternating"):
+        given = (torch.ones(outputs, width) if weight == "all" else 1 - torch.arange(width) % 2 * 2.0).expand_as(given)
+    else:
+        given[1::2, {"random": [], "one": [5], "a pair": [4, 5], "a word": [2, 3, 6, 7, 10, 11, 14, 15]}[weight]] = 9
+    weights = KernelWeights(given, avx2)
+    panels = weights._panels.numpy().view(np.int8)
+    signs = given.sign().to(torch.int32)
+    worst = torch.cat([signs, -signs, torch.ones(1, width, dtype=torch.int32), -torch.ones(1, width, dtype=torch.int32)])
+    drawn_too = torch.randint(-100, 101, (7, width), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    wanted = torch.cat([worst * 100, drawn_too])
+    numbers, scales, sums = weights.quantised(drawn(len(wanted), width))
+    numbers[: len(wanted), :width] = (wanted + 100).to(torch.uint8).view(torch.int8)
+    found = weights.product((numbers, scales, sums), None, torch.float32).numpy()
+    products = as_avx2_multiplies((wanted + 100).numpy(), panels, outputs)
+    correct = np.zeros_like(found)
+    for part in range(scales.shape[1]):
+        own = products[:, :, part * 8 : part * 8 + 8].sum(axis=-1).astype(np.float32)
+        step = scales[:, part, None].numpy() * weights._scales[part].numpy()
+        correct = own * step + correct if part else own * step
+    assert np.array_equal(found, correct)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_avx2_quantises_rows_by_parts(avx2: Int8Kernel, dtype: torch.dtype) -> None:
+    rows = drawn(5, 144, dtype)
+    rows[1, 128:] = 0
+    rows[2, 3] = 1e30
+    numbers, scales, _ = KernelWeights(drawn(16, 144), avx2).quantised(rows)
+    assert scales.shape == (5, 2)
+    for part, at in enumerate((slice(0, 128), slice(128, 144))):
+        own = rows[:, at].float()
+        assert torch.equal(scales[:, part], own.abs().amax(1) / 100)
+        given = torch.where(own == 0, 0, own * (100 / own.abs().amax(1, keepdim=True))).round() + 100
+        assert torch.equal(numbers[:5, at].view(torch.uint8), given.to(torch.uint8))
+    assert (numbers[:5, 144:].view(torch.uint8) == 100).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
