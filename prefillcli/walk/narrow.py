@@ -288,7 +288,8 @@ class KernelWeights:
         self._panels = torch.zeros(kernel.bytes(self._outputs, self._width), dtype=torch.uint8)
         self._scales = torch.empty(kernel.parts(self._width), self._outputs)
         shape = self._outputs, self._width, torch.get_num_threads(), weight.dtype == torch.bfloat16
-        kernel.pack(weight.contiguous().data_ptr(), *shape, self._panels.data_ptr(), self._scales.data_ptr())
+        weight = weight.contiguous()  # held while it is read
+        kernel.pack(weight.data_ptr(), *shape, self._panels.data_ptr(), self._scales.data_ptr())
 
     def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The small numbers with what they are padded by, what gives the rows back, and sums of the numbers."""
