@@ -25,6 +25,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #if defined(WITH_AVX512) && (defined(__AMX_INT8__) || defined(__AMXINT8__))  // GCC, and older Clang
@@ -225,8 +226,7 @@ inline void quantise_row(const Number* from, int64_t row, int64_t width, float* 
     memset(numbers + width, ROW_SHIFT, to.padded - width);
     int32_t sums[LANES];
     store(sums, sum);
-    to.sums[row] = 0;
-    for (int i = 0; i < LANES; i++) to.sums[row] += sums[i];
+    to.sums[row] = (int32_t)std::accumulate(sums, sums + LANES, 0u);
 }
 
 #if defined(WITH_AMX)
@@ -246,6 +246,8 @@ struct Tiles {
     }
     ~Tiles() { _tile_release(); }
 };
+#else
+struct Tiles {};  // none
 #endif
 
 template <class Number>
@@ -371,11 +373,7 @@ void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scal
         }
     }
 }
-#else
-struct Tiles {};  // none
-#endif
-
-#if defined(WITH_AVX512) && !defined(WITH_AMX)
+#elif defined(WITH_AVX512)
 // Adds the products of four unsigned and four signed bytes to each word. Compilers copy the sums of the intrinsic, and
 // then have too few registers.
 inline void add_products(__m512i& sum, __m512i bytes, __m512i others) {
@@ -435,7 +433,7 @@ void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scal
                                          : vector_rows<1, Number>;
     some(rows, weights, scales, n, row, end, first, out);
 }
-#elif !defined(WITH_AVX512)
+#else
 // Multiplies two bytes of a row with two of a weight at a time. Compilers move additions of the intrinsics about, and
 // then have too few registers.
 inline __m256i products(__m256i numbers, __m256i weights) {

@@ -71,7 +71,7 @@ def narrow_ways(device: torch.device) -> dict[str, dict[str, Any]]:
             weights = _weights(linear, kind)
             correct = rows.double() @ linear.weight.double().t()
             error = weights.product(weights.quantised(rows), None, torch.float32) - correct
-            by = f"the compiled kernel ({weights.form})" if isinstance(weights, KernelWeights) else "torch"
+            by = f"the compiled kernel for {weights.form}" if isinstance(weights, KernelWeights) else "torch"
             by += " and Triton" if quantising_kernels(device, kind) is not None else ""
             found[kind] = {"by": by, "error": float(error.norm() / correct.norm())}
     return found
