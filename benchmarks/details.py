@@ -336,7 +336,7 @@ def in_int8(
     threads: int = 1,
 ) -> None:
     """What products of int8 gain over bfloat16, or other `numbers` over the first ones, in processor seconds of the
-    whole walk, and what they do to P: its mean and largest difference from the walk in float32, how much of it is a
+    whole walk (after float32, int8 has the rest in float32), and what they do to P: its mean and largest difference from the walk in float32, how much of it is a
     shift, flips, and the AUC of `reviews`."""
     named = numbers or ["bfloat16", "int8"]
     torch.set_num_threads(threads)
@@ -351,7 +351,7 @@ def in_int8(
         exact.set_attn_implementation(ATTENTION)
         ways = {"float32": (exact, FASTEST), "bfloat16": (network, FASTEST)}
         if "int8" in named:
-            narrow = copy.deepcopy(network)
+            narrow = copy.deepcopy(exact if named[0] == "float32" else network)
             ways["int8"] = (narrow, in_smaller_numbers(narrow, "int8"))
         ways = {each: ways[each] for each in named}
         scores: dict[str, torch.Tensor] = {}

@@ -151,7 +151,9 @@ def test_avx2_never_saturates(avx2: Int8Kernel, weight: str, outputs: int, width
     weights = KernelWeights(given, avx2)
     panels = weights._panels.numpy().view(np.int8)
     signs = given.sign().to(torch.int32)
-    worst = torch.cat([signs, -signs, torch.ones(1, width, dtype=torch.int32), -torch.ones(1, width, dtype=torch.int32)])
+    worst = torch.cat(
+        [signs, -signs, torch.ones(1, width, dtype=torch.int32), -torch.ones(1, width, dtype=torch.int32)]
+    )
     drawn_too = torch.randint(-100, 101, (7, width), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     wanted = torch.cat([worst * 100, drawn_too])
     numbers, scales, sums = weights.quantised(drawn(len(wanted), width))
