@@ -336,8 +336,8 @@ def in_int8(
     threads: int = 1,
 ) -> None:
     """What products of int8 gain over bfloat16, or other `numbers` over the first ones, in processor seconds of the
-    whole walk (after float32, int8 has the rest in float32), and what they do to P: its mean and largest difference from the walk in float32, how much of it is a
-    shift, flips, and the AUC of `reviews`."""
+    whole walk (after float32, int8 has the rest in float32), and what they do to P: its mean and largest difference
+    from the walk in float32, how much of it is a shift, flips, and the AUC of `reviews`."""
     named = numbers or ["bfloat16", "int8"]
     torch.set_num_threads(threads)
     for name in workload or ["short", REVIEWS]:
