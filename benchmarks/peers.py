@@ -31,10 +31,12 @@ from benchmarks.runners import ROOT, Runner
 from benchmarks.serving import Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, random_prompt, short_rows
+from prefillcli.models.dtype import times_as_long
 from prefillcli.plan.trie import TokenArray
 from prefillcli.report.section import mebibytes
 from prefillcli.stats.evaluation import auc
 from prefillcli.tools.bench.contest import interleaved
+from prefillcli.tools.doctor import processor_instructions
 from recipes.real_model import real_model
 
 WALK, WALK_INT8, PLAIN, PADDED, VLLM = "torch walk", "torch walk int8", "plain loop", "padded batches", "vLLM"
@@ -53,15 +55,15 @@ class Contender:
     """Where a contender is found, and with what it is raced.
 
     `way` and `environment` are as in `Runner`, the folder below the root of the clone. `tries` is what is tried for
-    each setting, one after the other, each time with the best so far of the others. `other_dtype`: it computes in
-    numbers of its own, so that it races in bfloat16 only.
+    each setting, one after the other, each time with the best so far of the others. `float32` are the settings that
+    change in a race in float32; None: it races in bfloat16 only.
     """
 
     way: str
     environment: str | None = None
     settings: Settings = field(default_factory=dict)
     tries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    other_dtype: bool = False
+    float32: Settings | None = field(default_factory=dict)
 
     @property
     def folder(self) -> Path | None:
@@ -78,7 +80,8 @@ def _llama_cpp(kind: str) -> Contender:
     }
     sizes = {"batch_tokens": 2048, "micro_batch": 512, "sequences": 1, "unified": True, "flash": True}
     settings = {"kind": kind, "threads": THREADS, **sizes}
-    return Contender("benchmarks.llama_cpp_peer:llama_cpp_peer", ".venv-llamacpp", settings, tries, other_dtype=True)
+    float32: Settings | None = None if kind == "BF16" else {}
+    return Contender("benchmarks.llama_cpp_peer:llama_cpp_peer", ".venv-llamacpp", settings, tries, float32)
 
 
 def _openvino(weights: str) -> Contender:
@@ -87,12 +90,13 @@ def _openvino(weights: str) -> Contender:
         tries |= {"weights": ("INT8_SYM", "INT8_ASYM"), "group": (0, 32, 64, 128), "precision": ("bf16", "f32")}
     fixed = {"weights": weights, "group": 128 if weights != "none" else 0, "cache": "bf16", "precision": "bf16"}
     settings = {"batch_tokens": 4096, "threads": THREADS, **fixed}
-    return Contender("benchmarks.openvino_peer:openvino_peer", ".venv-openvino", settings, tries, other_dtype=True)
+    float32 = None if weights == "none" else {"cache": "u8", "precision": "f32"}
+    return Contender("benchmarks.openvino_peer:openvino_peer", ".venv-openvino", settings, tries, float32)
 
 
 CONTENDERS: Mapping[str, Contender] = {
     WALK: Contender("benchmarks.contenders:walk"),
-    WALK_INT8: Contender("benchmarks.contenders:walk", settings={"narrow": "int8"}, other_dtype=True),
+    WALK_INT8: Contender("benchmarks.contenders:walk", settings={"narrow": "int8"}),
     PLAIN: Contender("benchmarks.contenders:plain"),
     PADDED: Contender("benchmarks.contenders:padded", tries={"batch_tokens": (512, 2048, 8192)}),
     VLLM: Contender(
@@ -220,7 +224,7 @@ def questions(_: int, scale: float) -> RaceRows:
 
 
 REAL = REVIEWS, QUESTIONS = "reviews", "questions"
-USUAL = (REVIEWS, "short", "shared")
+USUAL = (REVIEWS, "short", "shared", QUESTIONS)
 WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {
     "shared": shared, "single": one, "short": many, REVIEWS: real, QUESTIONS: questions,
 }  # fmt: skip
@@ -228,7 +232,9 @@ WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {
 
 def main(
     model: Annotated[str, typer.Option(help="Size of the random Llama: 25M or 100M.")] = "25M",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float32, or auto: float32 where products in bfloat16 are slower.")
+    ] = "auto",
     workload: Annotated[
         list[str] | None,
         typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable. {' and '.join(REAL)} bring their own model."),
@@ -245,6 +251,8 @@ def main(
     trial: Annotated[bool, typer.Option("--try/--no-try", help="Find the peers' best settings first.")] = False,
 ) -> None:
     """Race the walk against its peers: same model, rows and cores, in turn."""
+    if dtype == "auto":
+        dtype = "float32" if times_as_long("bfloat16", "float32", torch.device("cpu")) > 1 else "bfloat16"
     network = random_llama(model, getattr(torch, dtype))
     vocabulary: int = network.config.vocab_size
     names = [name for name in CONTENDERS if name == WALK or not contender or name in contender]
@@ -253,24 +261,21 @@ def main(
         log(f"{name} is left out: {CONTENDERS[name].environment} is not made; `make bench-peers` makes it")
     names = [name for name in names if name not in missing]
     if dtype != "bfloat16":
-        names = [name for name in names if not CONTENDERS[name].other_dtype]
+        names = [name for name in names if CONTENDERS[name].float32 is not None]
     results = {}
     with TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         network.save_pretrained(made)
         del network
         for which in workload or USUAL:
-            log(f"{which}, {model}, {dtype}")
+            log(f"{which}, {model}, {dtype}, {', '.join(processor_instructions())}")
             home = real_model() if which in REAL else made
             raced = WORKLOADS[which](vocabulary, scale)
             raced = replace(raced, prompts=raced.prompts[:rows], truths=raced.truths and raced.truths[:rows])
             results[which] = race(raced, names, home, dtype, rounds, trial, cpu_time)
     _print(results)
-    print(
-        json.dumps(
-            {"model": model, "dtype": dtype, "cores": os.cpu_count(), "cpu_time": cpu_time, "workloads": results}
-        )
-    )
+    machine = {"cores": os.cpu_count(), "instructions": processor_instructions()}
+    print(json.dumps({"model": model, "dtype": dtype, **machine, "cpu_time": cpu_time, "workloads": results}))
 
 
 def race(
@@ -281,6 +286,8 @@ def race(
     left_out = dict(workload.left_out or {})
     names = [name for name in names if name not in left_out]
     settings = {name: {**CONTENDERS[name].settings, **workload.settings.get(name, {})} for name in names}
+    if dtype == "float32":
+        settings = {name: {**own, **(CONTENDERS[name].float32 or {})} for name, own in settings.items()}
     with closing(_open(WALK, settings={}, workload=workload, model=model, dtype="float32")) as exact:
         wanted = exact.run()
     if trial:

@@ -285,15 +285,20 @@ def _check(device: torch.device, found: Diagnosis) -> None:
             attention.rule_out(check.path, device, str(check.why))
 
 
+def processor_instructions() -> list[str]:
+    """Return the names of this processor's instructions that matter for speed."""
+    flags = set(cores.cpu_flags())
+    return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
+
+
 def _processor() -> dict[str, Any]:
     quota = min((each.cores for each in cores.quotas()), default=None)
-    flags = set(cores.cpu_flags())
     compiler, kernel = user_cache.compiler_file(), attention.compiled_kernel()
     return {
         "model": cores.cpu_name(),
         "cores": len(cores.affinity()),
         "quota": quota,
-        "instructions": [name for flag, name in _INSTRUCTIONS.items() if flag in flags],
+        "instructions": processor_instructions(),
         "compiler": None if compiler is None else compiler.rsplit(" ", 2)[0],
         "kernel": None if kernel is None else kernel.form,
     }
