@@ -168,6 +168,29 @@ def _compressed(preset: str) -> Maker:
     return make
 
 
+def _compressed_experts(dense: Path, folder: Path) -> None:
+    """Made matrix by matrix by compressed-tensors, with each expert by itself, as checkpoints on hubs are."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    scheme.weights.group_size = BLOCK
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = (weight.float().reshape(len(weight), -1, BLOCK).abs().amax(-1) / 7.5).bfloat16()
+        found = compressor.compress({"weight": weight.bfloat16(), "weight_scale": scale}, scheme)
+        return {f"{name.removesuffix('weight')}{part}": each for part, each in found.items()}
+
+    entry = QuantizationConfig(
+        config_groups={"all": scheme},
+        format="pack-quantized",
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head", "re:.*gate$"],
+    ).model_dump(mode="json")
+    _rewritten(entry | {"quant_method": "compressed-tensors"}, quantise)(dense, folder)
+
+
 #: How a dense checkpoint becomes one of a format.
 MAKERS: dict[str, Maker] = {
     "nf4": _with_tool(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
@@ -180,6 +203,9 @@ MAKERS: dict[str, Maker] = {
     "fp8": _rewritten(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}, _fp8
     ),
+    "fp8-experts": _rewritten(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}, _fp8
+    ),
     "mxfp8": _rewritten(
         {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}, _mxfp8
     ),
@@ -189,6 +215,8 @@ MAKERS: dict[str, Maker] = {
     "awq-experts": _rewritten({"quant_method": "awq", "bits": 4, "group_size": BLOCK}, _awq),
     "awq": _rewritten({"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm"}, _awq),
     "w4a16": _compressed("W4A16"),
+    "w4a16-experts": _compressed_experts,
+    "w4a16-asymmetric": _compressed("W4A16_ASYM"),
     "w8a8": _compressed("W8A8"),
     "w8a8-fp8": _compressed("FP8"),
     "w8a8-fp8-dynamic": _compressed("FP8_DYNAMIC"),

@@ -19,11 +19,9 @@ from prefillcli.models.multimodal import load_text_part, read_config
 from prefillcli.models.newest_flash import settle_attention
 from prefillcli.models.placement import read_all
 from prefillcli.models.rehearsal import prove_model
-from prefillcli.models.weights import Quantisation, plan_quantisation
+from prefillcli.models.weights import Quantisation, plan_quantisation, rehearsal_tolerance
 from prefillcli.runtime.clock import step
 from prefillcli.walk.forest import ATTENTION, register
-
-ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide a step of an activation
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -43,15 +41,8 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
             model = load_weights(files, device, attention="eager", trust_remote_code=trust_remote_code)
         except KeyError as error:
             raise UsageError(f"{files.path}: cannot load the weights: no {brief(error)}") from None
-    prove_model(model, files, tolerance=_rehearsal_tolerance(files, device))
+    prove_model(model, files, tolerance=rehearsal_tolerance(files, device))
     return model
-
-
-def _rehearsal_tolerance(files: ModelFiles, device: torch.device) -> float | None:
-    """Return the allowed difference of a quantised model's logits in a rehearsal, as a share of the largest; None: the
-    usual one."""
-    quantisation = plan_quantisation(files.origin, files.quantised, device)
-    return ROUNDED_TOLERANCE if quantisation is not None and quantisation.rounds_activations else None
 
 
 def load_weights(

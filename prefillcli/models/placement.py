@@ -6,6 +6,7 @@ applied to names and single tensors, so that one layer can be read later, and re
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections import defaultdict
@@ -26,13 +27,16 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
+from transformers.quantizers.base import HfQuantizer
 
-from prefillcli.errors import ContentChangedError, ResourceError, UsageError
+from prefillcli.errors import ContentChangedError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import data_start, read_header, weight_files
 from prefillcli.models.gguf import Change, GgufModel, TensorRules
+from prefillcli.models.unpacking import with_faster_operations
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 from prefillcli.walk.packed import FLOATS, PackedMatrix, blocks_bytes, unpack
@@ -42,6 +46,7 @@ _UNPACKED = 1 << 18  # numbers of blocks that are unpacked at a time, and stay i
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -114,6 +119,11 @@ class Stored:
     shape: tuple[int, ...]
     form: Form
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return self.form.nbytes(prod(self.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -136,13 +146,45 @@ class Piece:
         return self.form.nbytes(self.count)
 
 
+_SCRATCH = 3 * 4  # bytes for each number that is made: of integers, of what they become, and of all experts together
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Conversion:
+    """Tensors that are made of others: `convert` makes them of the `sources`, by name. Each source is read in its own
+    dtype, or in the one beside it. `count` numbers are made; with `experts` they are those of all of them."""
+
+    sources: tuple[tuple[Stored, torch.dtype | None], ...]
+    convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+    targets: tuple[str, ...]
+    count: int
+    experts: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its sources in the files."""
+        return sum(stored.nbytes for stored, _ in self.sources)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The bytes of memory that it takes for a while, at most."""
+        return self.nbytes + _SCRATCH * self.count
+
+
 @dataclass(slots=True)
 class LayerFiles:
-    """One decoder layer: its tensors by name, and the pieces that fill them."""
+    """One decoder layer: its tensors by name, and the pieces and conversions that fill them."""
 
     tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
     experts: int = 0  # the number of experts that have their own pieces
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files that it is read from."""
+        own = {piece.path for piece in self.pieces}
+        return own | {stored.path for each in self.conversions for stored, _ in each.sources}
 
 
 @dataclass(slots=True)
@@ -154,18 +196,26 @@ class Placement:
     others: list[Stored]
     unread: list[str]
     packed: dict[str, Stored] = field(default_factory=dict)  # those of the others that stay packed
+    conversions: list[Conversion] = field(default_factory=list)  # that make others, by their names in the model
 
 
-def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
+def place_weights(
+    folder: Path, model: PreTrainedModel, dtype: torch.dtype, quantiser: HfQuantizer | None = None
+) -> Placement:
     """Return the places of the weights of `model`, which may be on the meta device: only its tensors' names and shapes
-    count.
+    count. Weights in `folder` that a `quantiser` of transformers unpacks become numbers of `dtype`; it changes the
+    model, which must be on the meta device, as it does for loading.
 
     Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
     transformers makes a layer's tensor from others in a way that is unknown here.
     """
     place = decoder_layers(model)
     prefix = place.prefix
-    mapping = get_model_conversion_mapping(model)
+    whole = model.state_dict()
+    if quantiser is not None:
+        with torch.device("meta"):
+            quantiser.preprocess_model(model, dtype=dtype)
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantiser)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     wanted = model.state_dict()
@@ -177,13 +227,17 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
             name, pattern = rename_source_key(stored.name, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
             placement.unread.append(stored.name)
-        elif name.startswith(prefix):
+        elif name.startswith(prefix) or (quantiser is not None and pattern is not None):
             sources[name][pattern].append(stored)
         else:
             placement.others.append(stored)
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    taken = set()
+    if quantiser is not None:
+        _place_conversions(folder, model, placement, sources, by_pattern, dtype)
+        taken = _place_compressed(folder, model, placement, sources, whole, dtype)
     for name, tensor in wanted.items():
-        if not name.startswith(prefix):
+        if not name.startswith(prefix) or name in taken:
             continue
         if name not in sources and name in model.all_tied_weights_keys:
             raise UnsupportedModelError(
@@ -192,6 +246,8 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
         number, _, inner = name.removeprefix(prefix).partition(".")
         layer = placement.layers[int(number)]
         layer.tensors[inner] = (tensor.shape, tensor.dtype)
+        if any(inner in each.targets for each in layer.conversions):
+            continue
         layer.pieces += _pieces(folder, name, inner, tensor, sources.get(name, {}), by_pattern)
     for layer in placement.layers:
         _split_experts(layer)
@@ -279,10 +335,7 @@ def _pieces(
     converter = converters[patterns[0]]
     order = [pattern for pattern in converter.source_patterns if pattern in sources]
     if len(order) != len(sources) or not _joins_experts(converter.operations, len(order)):
-        raise UnsupportedModelError(
-            f"{folder}: transformers makes {name} from other tensors in a way that is not known layer by layer; "
-            "take --weights resident"
-        )
+        raise UnsupportedModelError(_unknown(folder, name))
     parts = [sources[pattern] for pattern in order]
     experts = len(parts[0])
     widths = [stored[0].shape[0] for stored in parts]
@@ -297,6 +350,165 @@ def _pieces(
             found.append(Piece(each.path, each.offset, each.form, prod(each.shape), inner, start, expert))
             start += prod(each.shape)
     return found
+
+
+# Tensors that a quantiser of transformers makes while it loads a checkpoint.
+
+
+def _place_conversions(
+    folder: Path,
+    model: PreTrainedModel,
+    placement: Placement,
+    sources: dict[str, dict[str | None, list[Stored]]],
+    converters: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    # Take from the `sources` of a model's tensors those that a converter changes, and place their conversions.
+    prefix, wanted = decoder_layers(model).prefix, model.state_dict()
+    for name in [name for name, found in sources.items() if list(found) != [None]]:
+        found, tensor = sources.pop(name), wanted[name]
+        in_order = sorted(
+            ((stored, pattern) for pattern, each in found.items() if pattern is not None for stored in each),
+            key=lambda each: dot_natural_key(each[0].name),
+        )
+        converter = converters[in_order[0][1]]
+        if None in found or len(converter.target_patterns) != 1:
+            raise UnsupportedModelError(_unknown(folder, name))
+        converted = tuple((each, _first_dtype(model, each, name, dtype)) for each, _ in in_order)
+        inner = name
+        convert = _Converter(with_faster_operations(converter), model, name, tuple(pattern for _, pattern in in_order))
+        if len(in_order) == 1 and convert.leaves(in_order[0][0]):
+            if name.startswith(prefix):
+                sources[name] = {None: [in_order[0][0]]}
+            else:
+                placement.others.append(in_order[0][0])
+            continue
+        into = placement.conversions
+        if name.startswith(prefix):
+            number, _, inner = name.removeprefix(prefix).partition(".")
+            into = placement.layers[int(number)].conversions
+        experts = tensor.shape[0] if _is_of_experts(inner) and tensor.dim() > 2 else 0
+        into.append(Conversion(converted, replace(convert, target=inner), (inner,), tensor.numel(), experts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Converter:
+    # Makes the tensor `name` of a model with a converter of transformers, of tensors that match these patterns.
+    converter: WeightConverter
+    model: PreTrainedModel
+    name: str
+    patterns: tuple[str, ...]
+    target: str = ""
+
+    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        own = copy.copy(self.converter)
+        own.collected_tensors = defaultdict(list)
+        for pattern, tensor in zip(self.patterns, tensors, strict=True):
+            own.collected_tensors[pattern].append(tensor)
+        (found,) = own.convert(self.name, model=self.model, config=self.model.config).values()
+        return {self.target: found[0] if isinstance(found, list) else found}
+
+    def leaves(self, stored: Stored) -> bool:
+        # Whether its only source stays as it is.
+        empty = torch.empty(stored.shape, dtype=_dtype_of(stored), device="meta")
+        return empty.is_floating_point() and self([empty])[self.target] is empty
+
+
+def _first_dtype(model: PreTrainedModel, stored: Stored, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    # The dtype to which transformers changes a tensor that becomes `name` before a converter gets it; None: its own.
+    if stored.name != name or not _dtype_of(stored).is_floating_point:
+        return None
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    pattern, globs, _ = build_glob_alternation(list(plan))
+    if plan and (found := pattern.search(name)) is not None:
+        return plan[globs[str(found.lastgroup)]]
+    own: torch.dtype = model.get_parameter_or_buffer(name).dtype
+    return own
+
+
+def _dtype_of(stored: Stored) -> torch.dtype:
+    if not isinstance(stored.form, Plain):
+        raise TypeError(f"{stored.name} is saved in blocks")
+    return stored.form.dtype
+
+
+def _place_compressed(
+    folder: Path,
+    model: PreTrainedModel,
+    placement: Placement,
+    sources: dict[str, dict[str | None, list[Stored]]],
+    whole: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> set[str]:
+    # Place the conversions of modules of compressed-tensors, whose package unpacks them once they are loaded. Their
+    # weights are of the shapes of the `whole` model. Returns the names of the tensors that they are made of.
+    prefix, taken = decoder_layers(model).prefix, set()
+    for path, module in model.named_modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        from compressed_tensors.compressors import BaseCompressor
+
+        number, _, inner = path.removeprefix(prefix).partition(".")
+        if not path.startswith(prefix):
+            raise UnsupportedModelError(f"{folder}: {path}, which is in no layer, is packed; take --weights resident")
+        packed = {name: each for name, each in module.state_dict().items() if "." not in name}
+        names = {f"{path}.{name}" for name in packed}
+        if lacks := sorted(name for name in names if list(sources.get(name, ())) != [None]):
+            raise UsageError(f"{folder}: the weights lack {lacks[0]}")
+        converted = []
+        for name in packed:
+            stored = sources.pop(f"{path}.{name}")[None][-1]
+            converted.append((stored, _first_dtype(model, stored, f"{path}.{name}", dtype)))
+        unpack = _Decompressor(
+            BaseCompressor.get_value_from_registry(scheme.format.value), scheme, inner, tuple(packed)
+        )
+        layer, made = placement.layers[int(number)], unpack(list(packed.values()))
+        for name, tensor in made.items():
+            # Those of tensors that were not packed, which no shape of packed ones tells.
+            shape = whole[f"{prefix}{number}.{name}"].shape if name == f"{inner}.weight" else tensor.shape
+            own = dtype if tensor.is_floating_point() and dtype == torch.float32 else tensor.dtype
+            if name == f"{inner}.weight_zero_point":
+                shape, own = packed["weight_scale"].shape, torch.int8
+            layer.tensors[name] = shape, own
+        count = whole[f"{path}.weight"].numel()
+        layer.conversions.append(Conversion(tuple(converted), unpack, tuple(made), count))
+        taken |= names
+    return taken
+
+
+def leave_unpacked(model: PreTrainedModel, quantiser: HfQuantizer) -> None:
+    """Change the layers of `model`, which are on the meta device, as a quantiser leaves them once it has unpacked
+    their weights: those of compressed-tensors still round what goes into them."""
+    if not hasattr(quantiser, "compressor"):
+        return
+    from compressed_tensors.compressors import decompress_module
+
+    quantiser.preprocess_model(model)
+    for module in list(model.modules()):
+        decompress_module(module, quantiser.compressor.force_compression_format)
+    quantiser.compressor.remove_decompression_hook(model)
+    quantiser.remove_quantization_config(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decompressor:
+    # Makes the tensors of the module `path` of a layer with compressed-tensors, of its packed ones.
+    compressor: Any
+    scheme: Any
+    path: str
+    names: tuple[str, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        found = self.compressor.decompress(dict(zip(self.names, tensors, strict=True)), self.scheme)
+        return {f"{self.path}.{name}": each for name, each in found.items()}
+
+
+def _unknown(folder: Path, name: str) -> str:
+    return (
+        f"{folder}: transformers makes {name} from other tensors in a way that is not known layer by layer; "
+        "take --weights resident"
+    )
 
 
 def _joins_experts(operations: Sequence[Any], sources: int) -> bool:
@@ -362,6 +574,17 @@ class WeightFiles:
         Raises ContentChangedError if the file ends too early, ResourceError if it cannot be read.
         """
         piece.form.read(partial(self._read_bytes, piece.path), piece.offset, target)
+
+    def convert(self, conversion: Conversion) -> Mapping[str, Tensor]:
+        """Return the tensors of a conversion, by name. Raises as `read`, and UsageError for wrong ones."""
+        sources = [(self.tensor(stored, _dtype_of(stored)), dtype) for stored, dtype in conversion.sources]
+        try:
+            with torch.no_grad():
+                return conversion.convert([each if dtype is None else each.to(dtype) for each, dtype in sources])
+        except Exception as error:  # transformers raises any type for wrong files
+            if out_of_resource(error):
+                raise
+            raise UsageError(f"{conversion.sources[0][0].path}: cannot load the weights: {brief(error)}") from None
 
     def tensor(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """Return a whole tensor in `dtype`. Raises as `read`."""

@@ -16,16 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import get_hf_quantizer
+from transformers.quantizers.base import HfQuantizer
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.completeness import limit_kernel_advice, quiet_transformers, require_complete
+from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import read_config
@@ -33,17 +34,19 @@ from prefillcli.models.newest_flash import settle_attention
 from prefillcli.models.open import Opened
 from prefillcli.models.placement import (
     Blocks,
+    Conversion,
     LayerFiles,
     Piece,
     Placement,
     Plain,
     Stored,
     WeightFiles,
+    leave_unpacked,
     place_gguf,
     place_weights,
 )
 from prefillcli.models.rehearsal import prove_model
-from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
+from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes, plan_quantisation, rehearsal_tolerance
 from prefillcli.runtime import memory
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.walk.model_ends import decoder_layers
@@ -102,10 +105,10 @@ class StreamedLayers(LayerSource):
         pinned = spread(count if count == len(layers) else count - ROLLING_SLOTS, len(layers))
         self._slots = [_Slot(pinned=layer) for layer in pinned]
         self._slots += [_Slot() for _ in range(count - len(pinned))]
-        self.memory_bytes = self.slot_bytes * count
+        self.memory_bytes = self.slot_bytes * count + scratch_bytes(files)
         self.bytes_read = 0
         self.seconds_waited = 0.0
-        self._reader = WeightFiles(piece.path for layer in files for piece in layer.pieces)
+        self._reader = WeightFiles(path for layer in files for path in layer.paths)
         self._changed = threading.Condition()
         self._at = 0  # the layer that is in use, or is needed next
         self._ended = False  # no layer follows in this pass
@@ -129,15 +132,20 @@ class StreamedLayers(LayerSource):
     def numbers_per_token(self) -> float:
         """The weights with which a token is multiplied in all layers; among the experts, only those to which it is
         routed."""
+
+        def used(count: int, experts: int) -> float:
+            return count * self._per_token / experts if experts else count
+
         return sum(
-            piece.count * (1.0 if piece.expert is None else self._per_token / files.experts)
+            sum(used(each.count, 0 if each.expert is None else files.experts) for each in files.pieces)
+            + sum(used(each.count, each.experts) for each in files.conversions)
             for files in self._files
-            for piece in files.pieces
         )
 
     def layer_bytes(self, index: int) -> int:
         """Return the number of bytes of a layer in the files."""
-        return sum(piece.nbytes for piece in self._files[index].pieces)
+        files = self._files[index]
+        return sum(each.nbytes for each in files.pieces) + sum(each.nbytes for each in files.conversions)
 
     def measure_speed(self) -> PassSpeed:
         """See `LayerSource`: read the first layer, and multiply with its largest matrix, which takes about as long as
@@ -226,6 +234,7 @@ class StreamedLayers(LayerSource):
 
     def _read_ahead(self) -> None:
         try:
+            _compute_alone()
             while True:
                 with self._changed:
                     while self._failure is None and (task := self._next()) is None:
@@ -281,6 +290,7 @@ class StreamedLayers(LayerSource):
         views = self._views(index, slot.buffer)
         if self._stream is None:
             self._read(pieces, lambda piece: _part(views, piece))
+            self._convert(index, views)
             return
         if slot.used is not None:
             slot.used.synchronize()
@@ -291,6 +301,7 @@ class StreamedLayers(LayerSource):
             for piece in pieces:
                 self._read([piece], lambda piece: _part(staged, piece))
                 _part(views, piece).copy_(_part(staged, piece), non_blocking=True)
+            self._convert(index, views)
         self._stream.synchronize()
 
     def _read(self, pieces: Sequence[Piece], target: Callable[[Piece], Tensor]) -> None:
@@ -299,6 +310,20 @@ class StreamedLayers(LayerSource):
         self._reader.require_unchanged({piece.path for piece in pieces})
         with self._changed:
             self.bytes_read += sum(piece.nbytes for piece in pieces)
+
+    def _convert(self, index: int, views: Mapping[str, Tensor]) -> None:
+        # Make those tensors of a layer that come of others.
+        files = self._files[index]
+        for each in files.conversions:
+            for name, tensor in self._reader.convert(each).items():
+                if tensor.shape != views[name].shape:
+                    raise UsageError(
+                        f"{each.sources[0][0].path}: the shapes of the weights are not those of config.json"
+                    )
+                views[name].copy_(tensor)
+        self._reader.require_unchanged({stored.path for each in files.conversions for stored, _ in each.sources})
+        with self._changed:
+            self.bytes_read += sum(each.nbytes for each in files.conversions)
 
     def _views(self, index: int, buffer: Tensor) -> dict[str, Tensor]:
         # The tensors of layer `index` in a buffer.
@@ -341,6 +366,21 @@ class StreamedLayers(LayerSource):
         self.seconds_waited += time.monotonic() - begun
 
 
+def _compute_alone() -> None:
+    # Let torch compute in this thread alone, so that it starts no threads beside those of the walk. It also keeps the
+    # last number given for threads that are yet to come: another thread gives that one again.
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    other = threading.Thread(target=torch.set_num_threads, args=(count,))
+    other.start()
+    other.join()
+
+
+def scratch_bytes(files: Sequence[LayerFiles]) -> int:
+    """Return the bytes of memory that making a layer's tensors of others takes for a while, at most."""
+    return max((each.scratch_bytes for layer in files for each in layer.conversions), default=0)
+
+
 def spread(count: int, layers: int) -> list[int]:
     """Return `count` of the layers 0 to `layers` - 1, as evenly spread as possible."""
     return [(2 * each + 1) * layers // (2 * count) for each in range(count)]
@@ -357,10 +397,10 @@ def _lay_out(
         parts.setdefault(piece.tensor, []).append(piece)
     places, end = {}, 0
     for name, (shape, dtype) in files.tensors.items():
-        first = parts[name][0]
-        as_saved = device.type == "cpu" and first.form == Plain(dtype) and _is_one_run(parts[name])
+        given = parts.get(name, [])  # none where the numbers are made of others
+        as_saved = device.type == "cpu" and bool(given) and given[0].form == Plain(dtype) and _is_one_run(given)
         # Not every writer pads its header, so numbers may begin between two places that torch accepts.
-        start = end + (first.offset % _ALIGNED if as_saved and first.offset % dtype.itemsize == 0 else 0)
+        start = end + (given[0].offset % _ALIGNED if as_saved and given[0].offset % dtype.itemsize == 0 else 0)
         places[name] = (start, (shape, dtype))
         end = -(-(start + prod(shape) * dtype.itemsize) // _ALIGNED) * _ALIGNED
     return places, end
@@ -401,7 +441,7 @@ def _seconds(rows: torch.Tensor, weight: torch.Tensor) -> float:
 
 _STREAMED_SHARE = 1 / 4  # share of the free memory, where no --weights-memory is given
 _STREAMED_TO = ("cpu", "cuda")  # kinds of devices
-_UNPACKED_BYTES = 512 << 20  # of a GGUF model, where no --weights-memory is given: unpacking costs little
+_UNPACKED_BYTES = 512 << 20  # of a packed model, where no --weights-memory is given: unpacking costs little
 _ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
 
 
@@ -434,20 +474,28 @@ def plan_streamed(
     """Plan the memory in which the weights are streamed; None where they are not.
 
     Unless they `always` are, they are streamed, if possible, where they do not fit in the device's memory or in
-    `--weights-memory`, and on CPUs where they are packed in a GGUF file. `draft` and `share` are as in
+    `--weights-memory`, and on CPUs where they are packed in the file. `draft` and `share` are as in
     `Feature.keep_weights`. Raises UsageError, and ResourceError where the device certainly has no room.
     """
-    sizes, packed = layer_bytes(opened.files, opened.device), None
+    sizes, scratch = layer_bytes(opened.files, opened.device), 0
+    streamable = opened.files.part_of is None and opened.variants is None and opened.device.type in _STREAMED_TO
+    packed = opened.files.gguf is not None
     if opened.files.gguf is not None and opened.device.type == "cpu":
-        packed = sizes[None] = opened.files.gguf.bytes_around(opened.files.dtype)
+        sizes[None] = opened.files.gguf.bytes_around(opened.files.dtype)
+    if opened.files.quantised is not None and streamable:
+        try:
+            with quiet_transformers():
+                scratch = scratch_bytes(_outline(opened.files, opened.device).placement.layers)
+        except (UnsupportedModelError, UsageError):
+            streamable = False
+        packed = True
+    packed = packed and opened.device.type == "cpu"
     total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
     small = draft_bytes(opened) if draft else 0
     free = None if most is None else max(most - small, 0)
     allowed = memory.parse_size(weights_memory) if weights_memory else None
     limit = min((each for each in (allowed, free) if each is not None), default=total)
-    streamable = opened.files.quantised is None and opened.files.part_of is None and opened.variants is None
-    streamable = streamable and opened.device.type in _STREAMED_TO
-    if not always and (not streamable or (packed is None and total <= limit)):
+    if not always and (not streamable or (not packed and total <= limit)):
         return None
     if opened.device.type not in _STREAMED_TO:
         raise UsageError(
@@ -456,7 +504,7 @@ def plan_streamed(
         )
     given = None if allowed is None else int(allowed * share)  # resident weights are shared between workers
     layers = sorted((size for number, size in sizes.items() if number is not None), reverse=True)
-    least = sizes.get(None, 0) + sum(layers[:1]) * min(ROLLING_SLOTS, len(layers))
+    least = sizes.get(None, 0) + scratch + sum(layers[:1]) * min(ROLLING_SLOTS, len(layers))
     if free is not None and max(least, given or 0) > free:
         dtype = str(opened.files.dtype).removeprefix("torch.")
         asked = f"--weights-memory {weights_memory}" if given else "embedding, head and two layers"
@@ -467,7 +515,7 @@ def plan_streamed(
             "take a smaller model, or another --dtype or --device"
         )
     enough = least + least // 50 + _ALIGNMENT_BYTES
-    wanted = int((free or 0) * _STREAMED_SHARE) if packed is None else min(_UNPACKED_BYTES, free or 0)
+    wanted = int((free or 0) * _STREAMED_SHARE) if not packed else min(_UNPACKED_BYTES, free or 0)
     most_memory = given or max(enough, int(wanted * share))
     return StreamedPlan(total, min(most_memory, max(total, enough)), share, given is not None)
 
@@ -506,12 +554,15 @@ def load_streamed(
     packed = _keep_ends_packed(files, model, placement.packed)
     around = packed + sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
     sizes = [_lay_out(parts, device)[1] for parts in placement.layers]
+    scratch = scratch_bytes(placement.layers)
+    around += scratch
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
     memory = memory if firm else max(memory, least)
     if memory < least:
         given = f"{memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''}"
+        what = "embedding, head and unpacking" if scratch else "embedding and head"
         raise ResourceError(
-            f"--weights-memory: {given} is too little for {files.origin}: embedding and head take "
+            f"--weights-memory: {given} is too little for {files.origin}: {what} take "
             f"{around / 2**20:,.1f} MiB and a layer {max(sizes) / 2**20:,.1f} MiB\n"
             f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
         )
@@ -521,11 +572,11 @@ def load_streamed(
         placement.layers,
         device,
         room=memory - around,
-        resident_bytes=around,
+        resident_bytes=around - scratch,
         experts_per_token=per_token,
     )
     try:
-        prove_model(model, files, source)
+        prove_model(model, files, source, tolerance=rehearsal_tolerance(files, device))
     except BaseException:
         source.close()
         raise
@@ -547,54 +598,107 @@ def _moved(
     return model, layers
 
 
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A model without its weights: what transformers builds it of, its tensors on the meta device by name, and the
+    places of their numbers. A `quantiser` unpacks those of a quantised checkpoint."""
+
+    config: Any
+    kind: type[PreTrainedModel]
+    tensors: Mapping[str, Tensor]
+    prefix: str  # of the tensors of a layer
+    placement: Placement
+    quantiser: HfQuantizer | None
+
+
+def _outline(files: ModelFiles, device: torch.device, trust_remote_code: bool = False) -> _Outline:
+    # Raises UsageError, and UnsupportedModelError where the weights cannot be read layer by layer.
+    config, quantiser = read_config(files.path, trust_remote_code=trust_remote_code), None
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
+    if quantisation is not None and quantisation.kept == "packed":
+        raise UnsupportedModelError(
+            f"{files.origin}: weights quantised with {quantisation.format.name} stay packed, and cannot be read layer "
+            "by layer\ntake --weights resident"
+        )
+    try:
+        if quantisation is not None:
+            limit_cast_advice()
+            config.quantization_config = {**config.quantization_config, **quantisation.changes}
+            quantiser, config, _ = get_hf_quantizer(config, None, None, True, {})
+            del config.quantization_config
+        with torch.device("meta"):
+            empty = auto_class(files.head).from_config(config, dtype=files.dtype, trust_remote_code=trust_remote_code)
+        tensors, prefix = empty.state_dict(), decoder_layers(empty).prefix
+        if files.gguf is not None:
+            placement = place_gguf(files.gguf, empty)
+            if device.type == "cpu":
+                placement.packed = _packed_ends(empty, placement.others)
+        else:
+            placement = place_weights(files.path, empty, files.dtype, quantiser)
+    except Exception as error:  # as in `load_weights`
+        if out_of_resource(error) or isinstance(error, PrefillError):
+            raise
+        raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
+    return _Outline(config, type(empty), tensors, prefix, placement, quantiser)
+
+
 def _load_around_layers(
     files: ModelFiles, device: torch.device, attention: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Placement]:
     # The model on the CPU as transformers loads it with this `attention`, but with the tensors of decoder layers on
     # the meta device; and the places of these in the files. Raises UsageError.
-    whole = read_config(files.path, trust_remote_code=trust_remote_code)
-    if getattr(whole, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
+    outline = _outline(files, device, trust_remote_code)
+    placement, quantiser = outline.placement, outline.quantiser
     try:
-        with torch.device("meta"):
-            empty = auto_class(files.head).from_config(whole, dtype=files.dtype, trust_remote_code=trust_remote_code)
         if files.gguf is None:
-            placement = place_weights(files.path, empty)
-            given = {stored.name: _mapped(stored) for stored in placement.others}
+            given = {stored.name: _mapped(stored) for stored in placement.others} | _converted(placement.conversions)
         else:
-            placement = place_gguf(files.gguf, empty)
-            if device.type == "cpu":
-                placement.packed = _packed_ends(empty, placement.others)
             given = _read_around(files, placement.others, placement.packed)
-        prefix = decoder_layers(empty).prefix
         # One number stands for each tensor of a layer: it takes no memory, and transformers finds nothing missing.
         given |= {
             name: torch.zeros((), dtype=files.dtype).expand(tensor.shape)
-            for name, tensor in empty.state_dict().items()
-            if name.startswith(prefix)
+            for name, tensor in outline.tensors.items()
+            if name.startswith(outline.prefix)
         }
         given |= {name: torch.zeros(()) for name in placement.unread}
-        model, info = type(empty).from_pretrained(
+        model, info = outline.kind.from_pretrained(
             None,
-            config=whole,
+            config=outline.config,
             state_dict=given,
             dtype=files.dtype,
             attn_implementation=attention,
             output_loading_info=True,
         )
+        require_complete(files.origin, model, info, files.path, quantised=quantiser is not None)
+        layers = decoder_layers(model).layers
+        for layer, parts in zip(layers, placement.layers, strict=True):
+            for name, tensor in layer.state_dict().items():
+                parts.tensors[name] = tensor.shape, tensor.dtype
+                _exchange(layer, name, torch.empty_like(tensor, device="meta"))
+        if quantiser is not None:
+            leave_unpacked(model, quantiser)
     except KeyError:
         raise
     except Exception as error:  # as in `load_weights`
         if out_of_resource(error) or isinstance(error, PrefillError):
             raise
         raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
-    require_complete(files.origin, model, info, files.path)
-    for layer, parts in zip(decoder_layers(model).layers, placement.layers, strict=True):
-        for name in parts.tensors:
-            tensor = attrgetter(name)(layer)
-            _exchange(layer, name, torch.empty_like(tensor, device="meta"))
-            parts.tensors[name] = tensor.shape, tensor.dtype
+    for layer, parts in zip(layers, placement.layers, strict=True):
+        if parts.tensors.keys() != layer.state_dict().keys():
+            raise UnsupportedModelError(
+                f"{files.origin}: transformers changes its layers once they are loaded; take --weights resident"
+            )
+        for name, (shape, dtype) in parts.tensors.items():
+            _exchange(layer, name, torch.empty(shape, dtype=dtype, device="meta"))
     return model, placement
+
+
+def _converted(conversions: Sequence[Conversion]) -> dict[str, Tensor]:
+    reader = WeightFiles(stored.path for each in conversions for stored, _ in each.sources)
+    try:
+        return {name: tensor for each in conversions for name, tensor in reader.convert(each).items()}
+    finally:
+        reader.close()
 
 
 def _mapped(stored: Stored) -> Tensor:

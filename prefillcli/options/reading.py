@@ -523,13 +523,13 @@ class StreamingOptions(Settings):
     weights: Literal["auto", "resident", "stream"] = option(
         "auto",
         "Where the layers' weights are: resident in memory, or streamed from the files while others compute. auto: "
-        "streamed if they do not fit, and from GGUF files on CPUs.",
+        "streamed if they do not fit, and on CPUs if files have them packed.",
         MEMORY, changes="speed", needs="streaming",
     )  # fmt: skip
     weights_memory: ByteSize | None = option(
         None,
         "Most memory for weights; those that do not fit are streamed, e.g. 12GiB. (default: what is free, a quarter "
-        "of it for streamed weights, 512MiB for GGUF files)",
+        "of it for streamed weights, 512MiB for packed ones)",
         MEMORY, changes="speed", metavar="SIZE", needs="streaming", requires=STREAMABLE,
     )  # fmt: skip
 

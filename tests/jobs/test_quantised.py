@@ -65,10 +65,22 @@ def test_what_runs_nowhere_here_is_refused_before_weights_are_read(
     assert "quantised with EETQ run on CUDA devices only, not on cpu" in summary["error"]
 
 
-def test_quantised_weights_are_not_streamed(fp8: Path) -> None:
-    summary = score("in.parquet", model=fp8, weights="stream")
+def test_layers_are_unpacked_in_their_turn_or_all_at_the_start(fp8: Path) -> None:
+    for where in ("auto", "resident"):
+        assert score("in.parquet", f"{where}.parquet", model=fp8, dtype="float32", weights=where)["exit_code"] == 0
+    modes = [read_report(f"{where}.run.json")["weights"]["mode"] for where in ("auto", "resident")]
+    assert modes == ["stream", "resident"]
+    rows, wanted = ([row["score"] for row in read_output(f"{where}.parquet")] for where in ("auto", "resident"))
+    assert rows == wanted
+    assert read_report("auto.run.json")["weights"]["quantisation"] == "fine-grained FP8, unpacked to float32"
+
+
+def test_weights_that_stay_packed_are_not_streamed(dense: Path, tmp_path: Path) -> None:
+    model = make_quantised("torchao-w8", dense, tmp_path / "model")
+    assert score("in.parquet", "own.parquet", model=model)["exit_code"] == 0
+    summary = score("in.parquet", model=model, weights="stream")
     assert summary["exit_code"] == 2
-    assert "quantised weights cannot be read layer by layer" in summary["error"]
+    assert "stay packed, and cannot be read layer by layer" in summary["error"]
 
 
 def test_weights_have_to_fit_as_they_are_loaded(fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:

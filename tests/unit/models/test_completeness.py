@@ -235,4 +235,4 @@ def test_what_transformers_saves_of_a_family_is_complete(family: str, tmp_path: 
     load_weights(files, CPU)
     if files.part_of is None:
         with contextlib.suppress(UnsupportedModelError):
-            _load_around_layers(files, "eager", False)
+            _load_around_layers(files, CPU, "eager", False)
