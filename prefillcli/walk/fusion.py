@@ -178,7 +178,7 @@ class _Computed(NamedTuple):
     ) -> Iterator[tuple[list[nn.Linear], Product]]:
         """Add the products of some linear layers that read the same rows; yields each with its layers."""
         found = None if products is None else products(group, chunk_tokens)
-        if found is None and not ((pays or always) and _operators_work()):
+        if found is None and not ((pays or always) and operators_work(group[0].weight.dtype)):
             return
         if found is None and pays and not always and len(group) > 1:
             found = _together(group, chunk_tokens)
@@ -374,20 +374,16 @@ def _random(*shape: int, seed: int = 1) -> Tensor:
 
 
 @cache
-def _operators_work() -> bool:
-    # Whether this torch has the operators, and their results are right on this machine in both dtypes.
-    linear = nn.Linear(32, 48)
+def operators_work(dtype: torch.dtype) -> bool:
+    """Return whether this torch has the operators of oneDNN, and their results in a dtype are right on this machine."""
+    linear, tolerance = nn.Linear(32, 48).to(dtype), TOLERANCE if dtype == torch.float32 else 2e-2
     with suppress(Exception), torch.inference_mode():  # an older torch, or one without oneDNN
-        for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 2e-2)):
-            cut = linear.to(dtype)
-            rows, other = (_random(1, 24, width).to(dtype) for width in (32, 48))
-            weight = _laid_out(cut.weight, 24)
-            plain = _alone(cut, weight)(rows)[0]
-            times = torch.ops.mkldnn._linear_pointwise.binary(rows, other, weight, cut.bias, "mul")
-            wanted = cut(rows)
-            if not _close(plain, wanted, tolerance) or not _close(times, wanted * other, tolerance):
-                return False
-        return True
+        rows, other = (_random(1, 24, width).to(dtype) for width in (32, 48))
+        weight = _laid_out(linear.weight, 24)
+        plain = _alone(linear, weight)(rows)[0]
+        times = torch.ops.mkldnn._linear_pointwise.binary(rows, other, weight, linear.bias, "mul")
+        wanted = linear(rows)
+        return _close(plain, wanted, tolerance) and _close(times, wanted * other, tolerance)
     return False
 
 
