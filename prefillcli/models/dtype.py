@@ -50,22 +50,24 @@ class ModelReader:
         self._chooses = choice.dtype == "auto" and not dtypes and here
         self._beside = 0  # bytes of the models so far
 
-    def read(self, path: Path, head: HeadChoice = "auto", *, copies: float = 1) -> ModelFiles:
-        """Read a model, whose weights will exist in this many `copies`."""
+    def read(self, path: Path, head: HeadChoice = "auto", *, copies: float = 1, streams: bool = False) -> ModelFiles:
+        """Read a model, whose weights will exist in this many `copies`; packed ones stay so if it `streams`."""
         choice, device = self._choice, self.device
         named = choice.dtype if choice.dtype != "auto" else next(self._chosen, "auto")
         files = read_model_files(path, dtype=named, trust_remote_code=choice.trust_remote_code, head=head)
         if self._chooses:
             copies *= getattr(choice, "workers", 1) if device.type == "cpu" else 1
-            files = settle_dtype(files, device, copies=copies, beside=self._beside)
-            self._beside += round(held_bytes(files, device) * copies)
+            files = settle_dtype(files, device, copies=copies, beside=self._beside, streams=streams)
+            self._beside += round(held_bytes(files, device, streams=streams) * copies)
             if files.dtype_why is not None:
                 log.info(f"{files.origin}: computed in {dtype_name(files)}: {files.dtype_why} (--dtype)")
         prune_cache(files, parse_size(choice.gguf_cache))
         return files
 
 
-def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, beside: int = 0) -> ModelFiles:
+def settle_dtype(
+    files: ModelFiles, device: torch.device, *, copies: float = 1, beside: int = 0, streams: bool = False
+) -> ModelFiles:
     """Return the files of a model without a given dtype, in the one to compute in, and why.
 
     That is the dtype they are saved in, unless float32 is faster by `MARGIN` and fits the free memory with these
@@ -80,7 +82,7 @@ def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, 
     if slower < MARGIN:
         return files
     found, most = in_dtype(files, torch.float32), loadable_memory(device)
-    need = round(held_bytes(found, device) * copies) + beside
+    need = round(held_bytes(found, device, streams=streams) * copies) + beside
     if most is not None and need > FITS * most:
         room = f"the weights would take {need / 2**30:.1f} GiB, and {most / 2**30:.1f} GiB are free"
         return replace(files, dtype_why=f"float32 is {slower:.1f} times as fast on this {_kind(device)}, but {room}")
@@ -88,9 +90,14 @@ def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, 
     return replace(found, dtype_why=why)
 
 
-def held_bytes(files: ModelFiles, device: torch.device) -> int:
-    """Return the number of bytes of all weights in the dtype of the files, those of mapped files included."""
-    return sum(layer_bytes(files, device).values())
+def held_bytes(files: ModelFiles, device: torch.device, *, streams: bool = False) -> int:
+    """Return the number of bytes of all weights in the dtype of the files, those of mapped files included. Of a GGUF
+    model that `streams` on a CPU they are packed, but for two layers."""
+    sizes = layer_bytes(files, device)
+    if not streams or files.gguf is None or device.type != "cpu":
+        return sum(sizes.values())
+    layers = sorted(size for number, size in sizes.items() if number is not None)
+    return files.gguf.bytes_around(files.dtype) + sum(layers[-2:])
 
 
 def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:

@@ -261,7 +261,9 @@ def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
     found = [find_model(name, option=f"--{option}") for name in names]
     reader, threads, narrow = _reader(choice, dtypes), Threads(choice.threads), getattr(choice, "narrow", None)
     clock.step("opening the model")
-    files, device = reader.read(path, choice.head, copies=1 if narrow is None else _NARROW_COPIES), reader.device
+    streams = narrow is None and _may_stream(choice)
+    files = reader.read(path, choice.head, copies=1 if narrow is None else _NARROW_COPIES, streams=streams)
+    device = reader.device
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
     small = []
     for name, folder in zip(names, found, strict=True):
@@ -281,6 +283,12 @@ def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
     return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
+
+
+def _may_stream(choice: Any) -> bool:
+    # Whether the layers of the model may be read while others compute.
+    here = getattr(choice, "engine", "torch") == "torch" and not getattr(choice, "adapter", None)
+    return here and getattr(choice, "weights", "resident") != "resident"
 
 
 def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "translate"]) -> Any:

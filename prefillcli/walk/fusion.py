@@ -375,7 +375,7 @@ def _random(*shape: int, seed: int = 1) -> Tensor:
 
 @cache
 def operators_work(dtype: torch.dtype) -> bool:
-    """Return whether this torch has the operators of oneDNN, and their results in a dtype are right on this machine."""
+    """Return whether this torch has oneDNN's operators, and their results in a dtype are right on this machine."""
     linear, tolerance = nn.Linear(32, 48).to(dtype), TOLERANCE if dtype == torch.float32 else 2e-2
     with suppress(Exception), torch.inference_mode():  # an older torch, or one without oneDNN
         rows, other = (_random(1, 24, width).to(dtype) for width in (32, 48))

@@ -175,6 +175,21 @@ def test_quantised_weights_are_computed_in_bfloat16_and_whole_ones_as_they_are_s
     assert read_report()["dtype"]["name"] == "float32"
 
 
+@pytest.mark.parametrize(("weights", "dtype"), [("auto", "float32"), ("resident", "bfloat16")])
+def test_packed_weights_need_no_room_in_float32(
+    file: Path, weights: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefillcli.models import dtype as chosen
+
+    files = chosen.read_model_files(file, dtype="float32")
+    sizes = chosen.held_bytes(files, torch.device("cpu"), streams=True), chosen.held_bytes(files, torch.device("cpu"))
+    assert sizes[0] < sizes[1]
+    monkeypatch.setattr(chosen, "times_as_long", lambda *_: 6.0)
+    monkeypatch.setattr(chosen, "loadable_memory", lambda device: sum(sizes) / 2 / chosen.FITS)
+    assert job(file, dtype="auto", weights=weights)["exit_code"] == 0
+    assert read_report()["dtype"]["name"] == dtype
+
+
 def test_all_parts_of_a_split_model_are_read(chat_model: Path) -> None:
     whole = write_gguf(Path("whole.gguf").absolute(), chat_model, kind=Kind.Q8_0)
     job(whole)
