@@ -283,17 +283,20 @@ def compiled(
     rounds: int = 3,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
     threads: int = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """What the compiled kernel, fused products and compiled passes bring in bfloat16, in processor seconds, and how
-    near the walk comes to the speed of a plain product. `reviews` is the real model, the others are 25M."""
+    """What the compiled kernel, fused products and compiled passes bring, in processor seconds, and how near the walk
+    comes to the speed of a plain product. `reviews` is the real model, the others are 25M."""
     torch.set_num_threads(threads)
     ways = {
         "none": (False, False, False), "fused products": (True, False, False), "kernel": (False, False, True),
         "both": (True, False, True), "and passes": (True, True, True),
     }  # fmt: skip
-    rows, weights = torch.randn(2_048, 1_024).bfloat16(), torch.randn(1_024, 1_024).bfloat16()
+    chosen = getattr(torch, dtype)
+    rows, weights = torch.randn(2_048, 1_024, dtype=chosen), torch.randn(1_024, 1_024, dtype=chosen)
     for name in workload or ["shared", "single", "short", "reviews"]:
         network, prompts = race_material(name, scale)
+        network = network.to(chosen)
         scores: dict[str, torch.Tensor] = {}
 
         def walk(way: str) -> None:
