@@ -108,7 +108,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known = set().union(*map(options_of, COMMANDS)) | {"--help", "--help-all", "--version"}
     known |= {"--install-completion", "--show-completion", "--batch-format"}  # an earlier name
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale", "--size", "--real", "--skip"}  # of benchmarks
-    known |= {"--jobs"}  # of python -m benchmarks.chains
+    known |= {"--jobs", "--large"}  # of python -m benchmarks.chains and benchmarks.packed
     known |= {"--document", "--documents", "--questions"}  # of python -m benchmarks.details
     known |= {"--characters", "--numbers"}
     known |= {"--tasks", "--batch"}  # of lm_eval
