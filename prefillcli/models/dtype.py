@@ -91,13 +91,14 @@ def settle_dtype(
 
 
 def held_bytes(files: ModelFiles, device: torch.device, *, streams: bool = False) -> int:
-    """Return the number of bytes of all weights in the dtype of the files, those of mapped files included. Of a GGUF
-    model that `streams` on a CPU they are packed, but for two layers."""
+    """Return the number of bytes of all weights in the dtype of the files, those of mapped files included. Of packed
+    weights that a model `streams` on a CPU, two layers are unpacked at a time."""
     sizes = layer_bytes(files, device)
-    if not streams or files.gguf is None or device.type != "cpu":
+    if not streams or (files.gguf is None and files.quantised is None) or device.type != "cpu":
         return sum(sizes.values())
     layers = sorted(size for number, size in sizes.items() if number is not None)
-    return files.gguf.bytes_around(files.dtype) + sum(layers[-2:])
+    around = sizes.get(None, 0) if files.gguf is None else files.gguf.bytes_around(files.dtype)
+    return around + sum(layers[-2:])
 
 
 def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.jobs.jobs import read_output, read_report, score, texts, write_parquet
 from tests.jobs.models import save_model
@@ -73,6 +74,16 @@ def test_layers_are_unpacked_in_their_turn_or_all_at_the_start(fp8: Path) -> Non
     rows, wanted = ([row["score"] for row in read_output(f"{where}.parquet")] for where in ("auto", "resident"))
     assert rows == wanted
     assert read_report("auto.run.json")["weights"]["quantisation"] == "fine-grained FP8, unpacked to float32"
+
+
+def test_the_dtype_is_chosen_with_two_unpacked_layers(fp8: Path, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefillcli.models import dtype
+
+    monkeypatch.setattr(dtype, "layer_bytes", lambda *_: {None: 10, 0: 5, 1: 7, 2: 7})
+    packed, plain = dtype.read_model_files(fp8), dtype.read_model_files(dense)
+    cpu = torch.device("cpu")
+    assert dtype.held_bytes(packed, cpu, streams=True) == 24
+    assert dtype.held_bytes(packed, cpu) == dtype.held_bytes(plain, cpu, streams=True) == 29
 
 
 def test_weights_that_stay_packed_are_not_streamed(dense: Path, tmp_path: Path) -> None:
