@@ -37,6 +37,7 @@ from prefillcli.report.section import mebibytes
 from prefillcli.stats.evaluation import auc
 from prefillcli.tools.bench.contest import interleaved
 from prefillcli.tools.doctor import processor_instructions
+from prefillcli.walk.narrow import int8_kernel
 from recipes.real_model import real_model
 
 WALK, WALK_INT8, PLAIN, PADDED, VLLM = "torch walk", "torch walk int8", "plain loop", "padded batches", "vLLM"
@@ -260,6 +261,9 @@ def main(
     for name in missing:
         log(f"{name} is left out: {CONTENDERS[name].environment} is not made; `make bench-peers` makes it")
     names = [name for name in names if name not in missing]
+    if WALK_INT8 in names and int8_kernel() is None:
+        log(f"{WALK_INT8} is left out: nothing here multiplies fast in int8")
+        names.remove(WALK_INT8)
     if dtype != "bfloat16":
         names = [name for name in names if CONTENDERS[name].float32 is not None]
     results = {}
