@@ -132,7 +132,8 @@ def has_bfloat16_instructions() -> bool:
 
 def _instructions() -> set[str]:
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not say which
-    return {name for name, there in able.items() if there}
+    hidden = _HIDDEN.get(torch.backends.cpu.get_cpu_capability(), ())
+    return {name for name, there in able.items() if there and not name.startswith(hidden)}
 
 
 def products_pay(query: Tensor, key: Tensor) -> bool:
@@ -259,6 +260,8 @@ _FLAGS = {
     "avx512_vnni": "-mavx512vnni",
 }
 _TILE_FLAGS = {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}
+#: Instructions that torch does not take, by its name for the processor, which ATEN_CPU_CAPABILITY sets.
+_HIDDEN = {"AVX2": ("avx512", "amx"), "DEFAULT": ("avx", "fma", "f16c", "amx")}
 
 BlockArray = npt.NDArray[np.int64]
 

@@ -83,6 +83,9 @@ def test_a_processor_whose_instructions_are_hidden_computes_in_float32(half: Pat
     assert_eager(half, torch.float32, TOLERANCE)
     (kept,) = json.loads((tmp_path / "cache" / "prefillcli" / "devices.json").read_text())["entries"].values()
     assert kept["speeds"]["bfloat16/float32"] > dtypes.MARGIN
+    told = "from prefillcli.walk.attention import compiled_kernel as kernel; print(kernel() and kernel().form)"
+    found = subprocess.check_output([sys.executable, "-c", told], env={**os.environ, **hidden}, cwd=ROOT, text=True)
+    assert found.strip() in ("AVX2", "None")  # the program's own kernels hide them, too
 
 
 def test_with_instructions_it_computes_as_the_model_is_saved(half: Path, ratio: Ratio) -> None:

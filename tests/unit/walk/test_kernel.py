@@ -43,7 +43,8 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     """Over packs that hold prefixes, windows, sinks and soft caps; the reference is float32 over the same weights.
 
     All experts are chosen, so that no last bit sends a token to others: one that does outweighs all rounding. What the
-    kernel rounds is its output alone, so the ratio is near 1; that of one draw of prompts is off by a tenth.
+    kernel rounds is its output alone, so the ratio is near 1: over 20 draws of prompts 0.98 to 1.05, once
+    1.30 over three.
     """
     register()
     own = FAMILIES[family]
@@ -52,7 +53,7 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     half, exact = make_model(family, torch.bfloat16, **sizes), make_model(family, **sizes)
     exact.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
     limits = Limits(110, 10**6, held_tokens=10**6)
-    prompts = [prompt for draw in (4, 5, 6) for prompt in mixed(draw)]
+    prompts = [prompt for draw in range(4, 10) for prompt in mixed(draw)]
     wanted = p_yes(eager(exact, prompts))
     used = []
     attend = attention.ForestKernel.attend
