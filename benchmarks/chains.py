@@ -80,15 +80,15 @@ class Material:
     """The readings of all rows by layer, and the chains that are made of them: exits alone, each first model alone,
     each with exits, and all together."""
 
-    def __init__(self, case: str, first: Sequence[str]) -> None:
-        config, model = read_model_files(EXIT_CASES[case].model()).config, kept(case, "")
+    def __init__(self, case: str, first: Sequence[str], dtype: str) -> None:
+        config, model = read_model_files(EXIT_CASES[case].model()).config, kept(case, "", dtype)
         self.depth: int = config.get_text_config().num_hidden_layers
         self.readings = {int(layer): shown(model, int(layer)) for layer in model["layers"]}
         self.final, self.weights = model["final"], model["weights"]
         inside, paid = tuple(self.readings), {}
         self.chains = {"exits": inside}
         for layer, name in zip(range(BEFORE - len(first) + 1, 0), first, strict=True):
-            own, called = kept(case, name), Path(name).name
+            own, called = kept(case, name, dtype), Path(name).name
             self.readings[layer], paid[layer] = shown(own, BEFORE), float(own["cost"])
             self.chains |= {called: (layer,), f"{called}, exits": (layer, *inside)}
             log(f"{called}: a token costs it {paid[layer] / in_full(self.depth):.1%} of the model's work")
@@ -149,11 +149,12 @@ def main(
     max_flips: Annotated[list[float] | None, typer.Option(help="Allowed flips. (default: 0.01, 0.02, 0.05)")] = None,
     jobs: Annotated[int, typer.Option(help="Jobs drawn in each way.")] = 200,
     case: Annotated[str, typer.Option(help=f"One of {', '.join(EXIT_CASES)}.")] = "passages",
+    dtype: Annotated[str, typer.Option(help="As of prefill score.")] = "float32",
     processes: Annotated[int, typer.Option(help="Jobs at a time.")] = 1,
 ) -> None:
     """Draw jobs, and count what their chains decide and flip."""
     found: dict[tuple[str, float, str], list[Outcome]] = {}
-    shared = Material(case, first or []), max_flips or [0.01, 0.02, 0.05]
+    shared = Material(case, first or [], dtype), max_flips or [0.01, 0.02, 0.05]
     with get_context("fork").Pool(processes, SHARED.extend, [shared]) as pool:
         for number, own in enumerate(pool.imap(job, range(jobs)), 1):
             for name, outcome in own.items():
@@ -216,22 +217,22 @@ def print_table(found: Mapping[tuple[str, float, str], Sequence[Outcome]], label
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def kept(case: str, first: str) -> Arrays:
+def kept(case: str, first: str, dtype: str) -> Arrays:
     """The readings of a first model, or of the model itself without a name; they stay in a file."""
-    path = FOLDER / f"chain.{case}.{Path(first).name or 'model'}.npz"
+    path = FOLDER / f"chain.{case}.{dtype}.{Path(first).name or 'model'}.npz"
     if not path.exists():
         log(f"collecting the readings of {first or 'the model'}")
-        np.savez(path, **collected(case, first))
+        np.savez(path, **collected(case, first, dtype))
     with np.load(path) as file:
         return dict(file)
 
 
-def collected(case: str, first: str) -> Arrays:
+def collected(case: str, first: str, dtype: str) -> Arrays:
     """The readings of all rows, by the classes that a job reads them with."""
     own = EXIT_CASES[case]
     with TemporaryDirectory() as folder:
         flags: Arrays = {"inputs": [str(own.rows(Path(folder)))], "model": str(own.model()), "labels": own.labels}
-        flags |= {"dtype": "float32", "chat": own.chat, "quiet": True, "output": f"{folder}/scores.parquet"}
+        flags |= {"dtype": dtype, "chat": own.chat, "quiet": True, "output": f"{folder}/scores.parquet"}
         flags |= {"first": [first]} if first else {"exit": True}
         opening = open_inputs(load_settings(ScoreSettings, flags, environment={}))
         inputs = opening.inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -21,10 +22,11 @@ TOGETHER = 20  # rows behind one prefix
 REVIEW_PREFIXES, SHOTS = 40, 28  # about 2,000 tokens of examples; reviews have about 100 tokens, passages about 30
 READERS, LINES = 80, 100  # about 2,000 tokens of history
 MESSAGES = 4_000
-ASKED = 1_500  # passages that the large model reads: half an hour on two cores with AVX2
-SATISFIED = (
-    "A passage of a patient's review of a medicine follows. Is the patient satisfied with the medicine? "
-    "Answer with Yes or No only.\n\n{}"
+_FOLLOWS = "A passage of a patient's review of a medicine follows. "
+SATISFIED = f"{_FOLLOWS}Is the patient satisfied with the medicine? Answer with Yes or No only.\n\n{{}}"
+HOW_SATISFIED = (
+    f"{_FOLLOWS}How satisfied is the patient with the medicine? "
+    "Answer with 1 (dissatisfied), 2 (undecided) or 3 (satisfied) only.\n\n{}"
 )
 
 
@@ -51,11 +53,11 @@ def passages(folder: Path) -> Path:
     return path
 
 
-def satisfied(folder: Path) -> Path:
-    """Some of the passages, each in a chat that asks whether the patient is satisfied."""
-    table = pq.read_table(write_passages(FOLDER), columns=["passage", "sentiment"]).slice(0, ASKED)
-    chats = [[{"role": "user", "content": SATISFIED.format(each)}] for each in table["passage"].to_pylist()]
-    path = folder / "exits.satisfied.parquet"
+def asked(question: str, folder: Path) -> Path:
+    """The passages, each in a chat with a question."""
+    table = pq.read_table(write_passages(FOLDER), columns=["passage", "sentiment"])
+    chats = [[{"role": "user", "content": question.format(each)}] for each in table["passage"].to_pylist()]
+    path = folder / "exits.asked.parquet"
     pq.write_table(pa.table({"prompt": chats, "sentiment": table["sentiment"]}), path)
     return path
 
@@ -132,7 +134,11 @@ EXIT_CASES: Mapping[str, ExitCase] = {
     ),
     "satisfied": ExitCase(
         "Qwen2.5-Coder-1.5B-Instruct, whether the patient of a passage is satisfied",
-        qwen, satisfied, _YES, 1_000, (0.02, 0.05), chat=True,
+        qwen, partial(asked, SATISFIED), _YES, 1_000, (0.02, 0.05), chat=True,
+    ),
+    "how-satisfied": ExitCase(
+        "Qwen2.5-Coder-1.5B-Instruct, how satisfied the patient of a passage is",
+        qwen, partial(asked, HOW_SATISFIED), "1,2,3", 1_000, (0.02, 0.05), chat=True,
     ),
     "shared": ExitCase(
         "SmolLM2-135M, 20 reviews each behind the same 28 examples",
