@@ -6,7 +6,6 @@ model folder. The weights stay in the file (`placement.py`); vLLM alone gets the
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import math
@@ -17,20 +16,22 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as reader
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
@@ -351,23 +352,36 @@ def complete_config(parts: Sequence[GgufHeader], config: Any) -> None:
             )
 
 
-def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int, known: Collection[str]) -> None:
+def check_tensors(parts: Sequence[GgufHeader], model: PreTrainedModel, wanted: int, known: Mapping[str, str]) -> None:
     """Refuse files with more or fewer numbers than the `wanted` ones of transformers' model, or with tensors whose
-    names that model lacks: `known` are its names, with `.weight` at their end or without. Raises UsageError."""
-    tensors = [each for part in parts for each in part.tensors if each.name != _ROTARY_FACTORS]
-    names = (each.name for each in tensors)
-    strange = [name for name in names if name not in known and name.removesuffix(".weight") not in known]
+    names that model lacks: `known` are their names in it, by those in the file with `.weight` at their end or without.
+    What the model leaves out is not counted. Raises UsageError."""
+    left_out = _left_out(model)
+    names = {**known, **{f"{name}.weight": own for name, own in known.items()}}
+    tensors = [
+        each
+        for part in parts
+        for each in part.tensors
+        if each.name != _ROTARY_FACTORS and not left_out(names.get(each.name, ""))
+    ]
+    strange = [each.name for each in tensors if each.name not in names]
     if strange:
         raise UsageError(
-            f"{parts[0].path}: {len(strange)} of its tensors have no place in the {config.model_type} that "
+            f"{parts[0].path}: {len(strange)} of its tensors have no place in the {model.config.model_type} that "
             f"transformers makes of its settings, {strange[0]} among them\n{_AS_SAFETENSORS}"
         )
     held = sum(each.numbers for each in tensors)
     if held != wanted:
         raise UsageError(
-            f"{parts[0].path}: its tensors hold {held:,} numbers; the {config.model_type} that transformers makes of "
-            f"it has {wanted:,}\n{_AS_SAFETENSORS}"
+            f"{parts[0].path}: its tensors hold {held:,} numbers; the {model.config.model_type} that transformers "
+            f"makes of it has {wanted:,}\n{_AS_SAFETENSORS}"
         )
+
+
+def _left_out(model: PreTrainedModel) -> Callable[[str], bool]:
+    # Whether a model leaves out a tensor of this name, as those that predict a second token.
+    rules = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+    return lambda name: any(rule.search(name) for rule in rules)
 
 
 def _add_rotary_factors(parts: Sequence[GgufHeader], config: Any) -> None:
@@ -461,7 +475,7 @@ _used: dict[Path, int] = {}  # the open locks of the folders that this process u
 def find_cached(name: str) -> Path | None:
     """Find the folder of this name, if it is whole. It stays there until this process ends."""
     folder = _place(name)
-    with contextlib.suppress(OSError):  # where the cache cannot be written, nobody removes anything
+    with suppress(OSError):  # where the cache cannot be written, nobody removes anything
         if folder not in _used and folder.is_dir():
             handle = os.open(_lock_file(folder, "use"), os.O_WRONLY | os.O_CREAT, 0o644)
             fcntl.flock(handle, fcntl.LOCK_SH)
@@ -512,13 +526,13 @@ def prune_cached(most: int, wanted: int = 0) -> None:
     parent = _place("_").parent
     for folder in parent.glob(f"*{_UNFINISHED}"):
         name = folder.name.rsplit(".", 2)[0]
-        with contextlib.suppress(OSError), _locked(_lock_file(parent / name, "lock"), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(OSError), _locked(_lock_file(parent / name, "lock"), fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(folder, ignore_errors=True)
     found = sorted(_entries(parent))
     taken, oldest = wanted + sum(size for _, size, _ in found), time.time() - UNUSED_DAYS * 86400
     for used, size, folder in found:
         if (used < oldest or taken > most) and folder not in _used:
-            with contextlib.suppress(OSError), _locked(_lock_file(folder, "use"), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(OSError), _locked(_lock_file(folder, "use"), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 going = folder.with_name(f"{folder.name}.pruned{_UNFINISHED}")
                 os.rename(folder, going)
                 shutil.rmtree(going, ignore_errors=True)
@@ -535,7 +549,7 @@ def _entries(parent: Path) -> Iterator[tuple[float, int, Path]]:
     # The time of its last use, the bytes and the folder of each model.
     for proof in parent.glob(f"*/{_PROOF}"):
         if not proof.parent.name.endswith(_UNFINISHED):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 yield proof.stat().st_mtime, sum(each.stat().st_size for each in proof.parent.iterdir()), proof.parent
 
 
@@ -581,7 +595,7 @@ def _lock_file(place: Path, kind: str) -> Path:
     return place.with_name(f"{place.name}.{kind}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
     # With LOCK_NB it raises OSError if another process has the lock.
     with path.open("w") as file:
@@ -668,7 +682,7 @@ def _describe(model: GgufModel, folder: Path) -> None:
             with torch.device("meta"), bounded(header.path, sum(held), len(held)):
                 empty = AutoModelForCausalLM.from_config(config)
             numbers = {id(each): each.numel() for each in empty.state_dict(keep_vars=True).values()}
-            check_tensors(model.parts, config, sum(numbers.values()), TensorRules(model, empty).names)
+            check_tensors(model.parts, empty, sum(numbers.values()), tensor_rules(model, empty).names)
             config.architectures = [type(empty).__name__]
         config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -698,9 +712,71 @@ def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
 Change = Callable[[np.ndarray[Any, np.dtype[np.float32]]], np.ndarray[Any, np.dtype[np.float32]]]
 
 
-class TensorRules:
-    """transformers' rules for the tensors of a GGUF file: their `names` in the `model`, which may be on the meta
-    device, and how their numbers change. Raises UsageError."""
+class TensorRules(Protocol):
+    """transformers' rules for the tensors of a GGUF file: their `names` in the model, and how their numbers change.
+    Tensors of all experts have their names without `.weight`."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """By names in the file."""
+
+    def of(self, tensor: GgufTensor) -> tuple[str | None, Change | None]:
+        """Return a tensor's name in the model, None where it has none; and what changes its numbers, if anything
+        does."""
+
+
+def tensor_rules(gguf: GgufModel, model: PreTrainedModel) -> TensorRules:
+    """Return the rules for the tensors of a model that may be on the meta device. Raises UsageError."""
+    builder = _conversions().get(gguf.parts[0].architecture)
+    return _TableRules(gguf, model) if builder is None else _ConversionRules(gguf, model, builder(model.config))
+
+
+def _conversions() -> Mapping[str, Callable[[Any], list[Any]]]:
+    # By family, what makes the conversions of its tensors; none in an older transformers.
+    with suppress(ImportError):
+        found: Mapping[str, Callable[[Any], list[Any]]]
+        found = import_module("transformers.integrations.gguf.gguf_conversion_mapping").GGUF_ARCHS
+        return found
+    return {}
+
+
+class _ConversionRules:
+    """Those of the families whose tensors transformers converts as it does those of safetensors."""
+
+    def __init__(self, gguf: GgufModel, model: PreTrainedModel, mapping: Sequence[Any]) -> None:
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        wanted, left_out = model.state_dict(), _left_out(model)
+        self.names: dict[str, str] = {}
+        self._changes: dict[str, Change] = {}
+        for tensor in gguf.tensors:
+            name, pattern = rename_source_key(tensor.name, renamings, converters)
+            if name in wanted or left_out(name):
+                self.names[_without_experts(tensor.name)] = name
+            if pattern is not None and len(by_pattern[pattern].source_patterns) == 1:
+                self._changes[tensor.name] = partial(_converted, by_pattern[pattern].operations)
+
+    def of(self, tensor: GgufTensor) -> tuple[str | None, Change | None]:
+        """As of `TensorRules`."""
+        return self.names.get(_without_experts(tensor.name)), self._changes.get(tensor.name)
+
+
+def _without_experts(name: str) -> str:
+    return name.removesuffix(".weight") if name.endswith("_exps.weight") else name
+
+
+def _converted(operations: Sequence[Any], array: Any) -> Any:
+    tensor = torch.from_numpy(array)
+    for each in operations:
+        (tensor,) = each.convert({"": tensor}, source_patterns=[""], target_patterns=[""]).values()
+    return tensor.numpy()
+
+
+class _TableRules:
+    """Those of the other families: names by the package `gguf`, and a class that processes a family's tensors.
+
+    Tensors that differ in the number of their layer alone are changed alike."""
 
     def __init__(self, gguf: GgufModel, model: PreTrainedModel) -> None:
         kind = reader.TENSOR_PROCESSORS.get(gguf.parts[0].architecture, reader.TensorProcessor)
@@ -710,10 +786,7 @@ class TensorRules:
         self._known: dict[tuple[str, tuple[int, ...]], tuple[bool, str | None]] = {}
 
     def of(self, tensor: GgufTensor) -> tuple[str | None, Change | None]:
-        """Return a tensor's name in the model, None where it has none; and what changes its numbers, if anything does.
-
-        Tensors that differ in the number of their layer alone are changed alike.
-        """
+        """As of `TensorRules`."""
         key = _NUMBER.sub("", tensor.name), tensor.shape
         if key not in self._known:
             before = np.broadcast_to(np.float32(-1), tensor.shape)  # one number: it takes no memory

@@ -35,7 +35,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import data_start, read_header, weight_files
-from prefillcli.models.gguf import Change, GgufModel, TensorRules
+from prefillcli.models.gguf import Change, GgufModel, tensor_rules
 from prefillcli.models.unpacking import with_faster_operations
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
@@ -261,7 +261,7 @@ _GGUF_EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<part>gate|up|down)_exps)\.weig
 def place_gguf(gguf: GgufModel, model: PreTrainedModel) -> Placement:
     """Return the places of the weights of `model` in the GGUF files that describe it, as `place_weights` does."""
     place = decoder_layers(model)
-    prefix, rules, wanted = place.prefix, TensorRules(gguf, model), model.state_dict()
+    prefix, rules, wanted = place.prefix, tensor_rules(gguf, model), model.state_dict()
     placement = Placement([LayerFiles() for _ in place.layers], [], [])
     filled: dict[str, int] = defaultdict(int)
     for part in gguf.parts:

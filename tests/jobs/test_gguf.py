@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import ResourceError
-from prefillcli.models.gguf import prune_cached
+from prefillcli.models.gguf import _conversions, prune_cached
 from prefillcli.rows.proof import ModelContents
 from prefillcli.runtime.user_cache import cache_folder
 from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
@@ -97,6 +98,51 @@ def test_a_file_of_whole_numbers_scores_as_the_model_that_it_was_made_of(family:
     reference = Reference(folder)
     wanted = [reference.answer(reference.ids(text, special=False)) for text in PROMPTS]  # the file asks for no BOS
     assert_scored(read_output("out.parquet"), wanted)
+
+
+QWEN35 = {
+    "attention.key_length": 16, "attention.value_length": 16, "full_attention_interval": 2, "ssm.conv_kernel": 4,
+    "ssm.group_count": 2, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4,
+    "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0],
+}  # fmt: skip
+EXPERTS35 = {
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 32, "feed_forward_length": None,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not _conversions(), reason="this transformers does not read qwen35 from GGUF")
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
+def test_families_that_transformers_converts_as_safetensors(architecture: str, kind: Kind) -> None:
+    """Whose norms begin at 1 in the file, and whose value heads stand in another order; one has a layer more, which
+    predicts a second token."""
+    sizes: dict[str, Any] = {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        },
+    }  # fmt: skip
+    settings, more = dict(QWEN35), {}
+    if architecture == "qwen35":
+        settings |= {"block_count": 5, "nextn_predict_layers": 1}
+        more = {"blk.4.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    else:
+        settings |= EXPERTS35
+        sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32)
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+    family = "qwen3_5_text" if architecture == "qwen35" else "qwen3_5_moe_text"
+    folder = save_model(Path("plain").absolute(), family=family, layers=4, **sizes)
+    file = write_gguf(
+        Path("own.gguf").absolute(), folder, architecture=architecture, kind=kind, settings=settings, tensors=more
+    )
+    assert job(file)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert_scored(rows, answers(file))
+    if kind == Kind.F32:
+        reference = Reference(folder)
+        assert_scored(rows, [reference.answer(reference.ids(text, special=False)) for text in PROMPTS])
 
 
 def test_chats_pass_through_the_template_of_the_file(file: Path) -> None:
