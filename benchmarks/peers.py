@@ -192,6 +192,9 @@ def many(vocabulary: int, scale: float) -> RaceRows:
     )
 
 
+_OF_SMOLLM2 = {"group": 64}  # of which its hidden size is a multiple
+
+
 def real(_: int, scale: float) -> RaceRows:
     """Reviews behind two examples, for the real model and its tokenizer."""
     rows = max(2, int(400 * scale))
@@ -204,7 +207,7 @@ def real(_: int, scale: float) -> RaceRows:
             VLLM: _vllm(8192, 32),
             LLAMA_BF16: {"micro_batch": 256},
             OPENVINO: {"batch_tokens": 8192},
-            OPENVINO_INT8: {"batch_tokens": 8192, "group": 64},  # of which the hidden size is a multiple
+            OPENVINO_INT8: {"batch_tokens": 8192, **_OF_SMOLLM2},
         },
         left_out=SLOW_LOOP,
         truths=review_truths(rows),
@@ -219,7 +222,7 @@ def questions(_: int, scale: float) -> RaceRows:
         f"{documents} documents x {len(TOPICS)} questions, {tokens:,} tokens and a line, SmolLM2-135M",
         question_prompts(documents, tokens),
         {VLLM: ">= 2"},
-        {PADDED: {"batch_tokens": 8192}, VLLM: _vllm(32_768, 32)},
+        {PADDED: {"batch_tokens": 8192}, VLLM: _vllm(32_768, 32), OPENVINO_INT8: _OF_SMOLLM2},
         equal=3,
     )
 
