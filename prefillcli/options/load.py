@@ -172,13 +172,13 @@ def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any
     try:
         found = {key.replace("-", "_"): value for key, value in read_mapping(given).items()}
     except ValueError as error:
-        raise UsageError(f"--set {' '.join(given)}: {error}") from None
+        raise UsageError(f"--set {' '.join(' '.join(given).split())}: {error}") from None  # on one line
     names = kind.of_level("settled")
     for name in found:
         if name in kind.model_fields and name not in names:
             raise UsageError(f"--set {name}: this option has a flag\ngive {as_typed(kind, name)}")
         if name not in names:
-            raise UsageError(f"--set {name}: there is no such setting{did_you_mean(name, names)}")
+            raise UsageError(f"--set {' '.join(name.split())}: there is no such setting{did_you_mean(name, names)}")
     return found
 
 
