@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import ResourceError
-from prefillcli.models.gguf import _conversions, prune_cached
+from prefillcli.models.gguf import prune_cached
 from prefillcli.rows.proof import ModelContents
 from prefillcli.runtime.user_cache import cache_folder
 from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
@@ -111,7 +112,7 @@ EXPERTS35 = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not _conversions(), reason="this transformers does not read qwen35 from GGUF")
+@pytest.mark.skipif(find_spec("transformers.integrations.gguf") is None, reason="an older transformers")
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
 def test_families_that_transformers_converts_as_safetensors(architecture: str, kind: Kind) -> None:
