@@ -134,19 +134,17 @@ def test_families_that_transformers_converts_as_safetensors(architecture: str, k
         sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32)
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
     family = "qwen3_5_text" if architecture == "qwen35" else "qwen3_5_moe_text"
-    torch.manual_seed(0)  # of the decay, which the model draws itself
+    torch.manual_seed(0)  # of the decay, which the model draws itself: with some, float32 is 1e-5 from float64
     folder = save_model(Path("plain").absolute(), family=family, layers=4, **sizes)
     file = write_gguf(
         Path("own.gguf").absolute(), folder, architecture=architecture, kind=kind, settings=settings, tensors=more
     )
     assert job(file)["exit_code"] == 0
-    # Recurrent layers add up in another order: rounding alone makes 1e-5.
-    assert scores() == pytest.approx([answer.score for answer in answers(file)], abs=1e-4)
+    rows = read_output("out.parquet")
+    assert_scored(rows, answers(file))
     if kind == Kind.F32:
         reference = Reference(folder)
-        wanted = [reference.answer(reference.ids(text, special=False)).score for text in PROMPTS]
-        assert scores() == pytest.approx(wanted, abs=1e-4)
-        assert max(wanted) - min(wanted) > 0.05
+        assert_scored(rows, [reference.answer(reference.ids(text, special=False)) for text in PROMPTS])
 
 
 def test_chats_pass_through_the_template_of_the_file(file: Path) -> None:
