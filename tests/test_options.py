@@ -85,7 +85,7 @@ LEAST: dict[str, Values] = {
     "doctor": {},
 }
 #: Of these each option takes the first that it can.
-VALUES = (0.5, 5, 100, "5MiB", "text", True, "num_cpus=1")
+VALUES = (0.5, 5, 100, "5MiB", "text", True, "num_cpus=1", ";")
 CASES = [
     (command, option, NAMES[id(required)])
     for command, kind in COMMANDS.items()
@@ -263,7 +263,7 @@ def test_variables_of_others_are_let_be() -> None:
 
 
 NO_PATHS = {
-    "ADDRESS", "COLUMN", "DEVICE", "DISTANCE", "EXPR", "FACTOR", "I/N", "ID", "KEY=VALUE", "LABELS", "MASS", "N",
+    "ADDRESS", "CHAR|tab|none|auto", "COLUMN", "DEVICE", "DISTANCE", "EXPR", "FACTOR", "I/N", "ID", "KEY=VALUE", "LABELS", "MASS", "N",
     "N|auto", "NAME", "NAMES", "NAME=NUMBER", "NUMBERS", "PRICE", "RANGE", "RATE", "RATE|auto", "SECONDS", "SHARE",
     "SIZE", "T", "TEXT", "TEXT|eos", "int8|fp8", "openai|systemone", "torch|hf|vllm",
 }  # fmt: skip

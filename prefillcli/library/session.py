@@ -219,7 +219,7 @@ class Scorer:
         `rows` may be an Arrow table or record batch, a pandas or polars data frame, a list of dicts, a dict of
         columns, or a list of prompts: all columns are kept, and those of scoring follow. It may also be a path (or a
         list of `pathlib.Path`): files, a folder, a glob or a URL. Then the table is the output that `prefill score`
-        would write for them, with the `options` `id_column`, `keep_columns`, `limit`, `sample` and `seed`.
+        would write for them, with these `options`.
 
         A row that cannot be scored has an `error`; with `on_error="raise"` it raises FailedRowsError, which has the
         table. `progress` shows a bar, or lines every 30 seconds where there is no terminal or notebook. Raises
@@ -316,7 +316,7 @@ def score(
     with _a_text_is_a_path(given):
         settings = _settings_for(given, model, others, of_files)
         if isinstance(given, tuple):
-            Source.open(settings.inputs)
+            Source.open(settings.inputs, **settings.csv)
     with Scorer(model, **others) as scorer:
         return scorer._score(given, progress, on_error, of_files)
 

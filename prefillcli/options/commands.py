@@ -445,7 +445,17 @@ class BenchSettings(
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
         require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_PROMPTS)
-        for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
+        for_input = (
+            "limit",
+            "sample",
+            "csv_separator",
+            "csv_quoting",
+            "template",
+            "truth",
+            "prompt_column",
+            "literal",
+            "max_row_bytes",
+        )
         require(found, (*for_input, *AskOptions.model_fields), requirements.INPUT)
         return found
 

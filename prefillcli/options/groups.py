@@ -157,6 +157,13 @@ def _check_device(name: str) -> str:
     return name
 
 
+def _check_separator(text: str) -> str:
+    text = {"\t": "tab", "\\t": "tab"}.get(text, text)
+    if text not in ("auto", "tab", "none") and (len(text) != 1 or not text.isascii() or text in '"\r\n\0'):
+        raise ValueError("must be a character of ASCII, or tab, none (one column) or auto")
+    return text
+
+
 ByteSize = Annotated[str, AfterValidator(_check_size)]
 TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(split_names)]
@@ -169,6 +176,7 @@ else:
 DeviceName = Annotated[str, AfterValidator(_check_device)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 RowRange = Annotated[str, BeforeValidator(_check_rows)]
+SeparatorName = Annotated[str, AfterValidator(_check_separator)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(read_mapping)]
 ChatVariables = Annotated[dict[str, Any], AfterValidator(_check_chat_options), BeforeValidator(read_mapping)]
@@ -219,6 +227,23 @@ class InputOptions(Settings):
     )
     sample: int | None = option(None, "Take N rows drawn at random.", FILES, changes="rows", metavar="N", ge=1)
     seed: int = option(0, "Seed for --sample.", FILES, changes="rows", metavar="N", requires=requirements.RANDOM)
+    csv_separator: SeparatorName = option(
+        "auto",
+        "What separates the fields of CSV files: a character, tab, or none where each line is one field. auto: that "
+        "of , ; | and tab under which the header and the first rows agree.",
+        FILES, changes="rows", metavar="CHAR|tab|none|auto",
+    )  # fmt: skip
+    csv_quoting: Literal["auto", "quotes", "none"] = option(
+        "auto",
+        "quotes: fields of CSV files may be in quotes, and then hold separators and line breaks. none: a quote is a "
+        "character like any other. auto: none between tabs, unless the header has quotes; else quotes.",
+        FILES, changes="rows",
+    )  # fmt: skip
+
+    @property
+    def csv(self) -> dict[str, Any]:
+        """The options of `Source.open` for CSV files."""
+        return {"csv_separator": self.csv_separator, "csv_quoting": self.csv_quoting}
 
     @property
     def is_random(self) -> bool:

@@ -299,6 +299,8 @@ class FileOptions(TypedDict, total=False):
     limit: int | None
     sample: int | None
     seed: int
+    csv_separator: str
+    csv_quoting: Literal["auto", "quotes", "none"]
 
 
 class ScoreOptions(ScorerOptions, FileOptions, total=False):

@@ -24,7 +24,7 @@ from prefillcli.scoring.opening import local_models
 from prefillcli.stats.evaluation import Measure
 
 STANDS_FOR = {
-    "input": ("inputs", "limit", "sample", "seed"),
+    "input": ("inputs", "limit", "sample", "seed", "csv_separator", "csv_quoting"),
     "model": ("model", "revision"),
     "draft": ("draft",),
     "prompt": (

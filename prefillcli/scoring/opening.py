@@ -65,7 +65,7 @@ class Opening:
         clock.step("looking at the input")
         self.compose()  # raises UsageError for options that are wrong whatever the input holds
         inputs.source = source = Source.open(
-            settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
+            settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed, **settings.csv
         )
         if (found := for_requests(settings, source.available, source.first)) is not settings:
             settings = inputs.settings = found

@@ -153,7 +153,8 @@ class Verification:
                 continue
             column = batch.carried[job.id_name]
             if isinstance(form, CsvFormat):
-                yield plain_texts(typed_column(column, pa.string()) if source.kind == "jsonl" else column)
+                typed = typed_column(column, pa.string()) if source.kind == "jsonl" else column
+                yield form.as_read(plain_texts(typed))
             elif kind is None:
                 texts = column.to_pylist() if source.kind == "jsonl" else as_json(column)
                 yield _json_values(texts)

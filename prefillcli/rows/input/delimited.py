@@ -1,7 +1,8 @@
 """Records of CSV and TSV files: where they end, and their fields.
 
 Quotes are those of RFC 4180: a field that begins with a quote may hold delimiters and line breaks, and a quote in it
-is doubled. Anywhere else a quote is a character like any other. `pyarrow.csv` would end at the first wrong row.
+is doubled. Anywhere else, and in the whole of a file without quoting, a quote is a character like any other.
+`pyarrow.csv` would end at the first wrong row.
 """
 
 from __future__ import annotations
@@ -18,23 +19,34 @@ _PIECE = 1 << 18  # bytes of a record that is too large
 LINE_ENDS = b"\r\n"
 
 
-class Delimited:
-    """The form of a file: its delimiter, a character of ASCII."""
+ONE_COLUMN = "\n"  # as a delimiter: no field holds one without quotes, so that each record is one field
 
-    def __init__(self, delimiter: str) -> None:
+
+def line_numbers(first: int, last: int) -> str:
+    """Return the lines of a record for a message: `line 5`, or `lines 5 to 7`."""
+    return f"line {first}" if first == last else f"lines {first} to {last}"
+
+
+class Delimited:
+    """The form of a file: its delimiter, a character of ASCII, and whether fields may be in `quotes`."""
+
+    def __init__(self, delimiter: str, *, quotes: bool = True) -> None:
         self.delimiter = delimiter
+        self.quotes = quotes
+        # The numbers, from 1, of the first and the last line of the record that `records` gave last.
+        self.first_line = self.last_line = 0
         own = re.escape(delimiter)
         self._field = re.compile(rf'"((?:[^"]++|"")*+)"|([^"{own}][^{own}]*+)?+')
         # Unquoted fields, up to the delimiter before a quoted one.
-        self.unquoted = re.compile(rf'[^{own}]*+(?:{own}(?!")[^{own}]*+)*+'.encode())
+        self.unquoted = re.compile(rf'[^{own}]*+(?:{own}(?!")[^{own}]*+)*+'.encode() if quotes else b"(?s:.*)")
 
     def fields(self, record: str) -> list[str | None]:
         """Return the fields of a whole record; an empty one without quotes is None.
 
         Raises ValueError for a field that is not written as RFC 4180 wants it.
         """
-        record = record.removesuffix("\n").removesuffix("\r")
-        if '"' not in record:
+        record = record.removesuffix("\n").rstrip("\r")  # two of them, where Windows wrote a line break in two steps
+        if not self.quotes or '"' not in record:
             if "\r" in record:
                 raise ValueError("a carriage return outside quotes")
             return [text or None for text in record.split(self.delimiter)]
@@ -54,24 +66,28 @@ class Delimited:
             at += 1
 
     def records(
-        self, file: IO[bytes], most: int, kept: Mapping[int, str], blank: Callable[[], None]
+        self, file: IO[bytes], most: int, kept: Mapping[int, str], blank: Callable[[], int], before: int = 0
     ) -> Iterator[bytes | BadLine]:
         """Yield the records of a file; of one with more than `most` bytes the short values at the `kept` places, by
-        their names. `blank` is called after each blank line.
+        their names. `before` is the number of lines before them. `blank` is called after each blank line, and returns
+        how many lines it skips itself.
 
         Where a quote is never closed, the lines after that of the record's beginning are records of their own. Raises
         OSError if the record is too large for that.
         """
         again = io.BytesIO()  # lines that are read once more
+        at = before
 
         def lines(most: int) -> bytes:
             return again.readline(most) or file.readline(most)
 
         while line := lines(most + 2):
+            at += 1
             if not line.strip(LINE_ENDS):
-                blank()
+                at += blank()
                 continue
-            if b'"' not in line and line.endswith(b"\n") and len(line) <= most:  # most records
+            self.first_line = self.last_line = at
+            if (not self.quotes or b'"' not in line) and line.endswith(b"\n") and len(line) <= most:  # most records
                 yield line
                 continue
             quotes, record = Quotes(self), bytearray(line)
@@ -80,12 +96,15 @@ class Delimited:
                 quotes.read(line)
                 record += line
             if len(record) > most and (quotes.inside or len(record.rstrip(LINE_ENDS)) > most):
-                yield self._too_large(file, bytes(record), most, kept)
+                large = self._too_large(file, bytes(record), most, kept)
+                at = self.last_line
+                yield large
             elif quotes.inside:
                 again = io.BytesIO(record)
                 again.readline()
                 yield BadLine(RowError(ErrorCode.INVALID_CSV, "its last quote is never closed"))
             else:
+                at = self.last_line = at + record.count(b"\n", 0, -1)
                 yield bytes(record)
 
     def _too_large(self, file: IO[bytes], start: bytes, most: int, kept: Mapping[int, str]) -> BadLine:
@@ -95,7 +114,9 @@ class Delimited:
             values.read(piece, quotes.read(piece))
             size += len(piece)
             if piece.endswith(b"\n") and not quotes.inside:
+                self.last_line += piece.count(b"\n", 0, -1)
                 break
+            self.last_line += piece.count(b"\n")
             piece = file.readline(_PIECE)
         if quotes.inside:
             raise OSError(f"a quote is never closed, and more than {most:,} bytes follow it")
@@ -106,6 +127,7 @@ class Quotes:
     """Follows the quotes of a record that is read piece by piece."""
 
     def __init__(self, form: Delimited) -> None:
+        self._quotes = form.quotes
         self._unquoted = form.unquoted
         self._delimiter = form.delimiter.encode()
         self._quoted = False
@@ -126,7 +148,7 @@ class Quotes:
             if self._quoted:
                 at = self._end_of_quotes(piece, at)
                 found.append((True, start, at))
-            elif self._at_start and piece[at] == _QUOTE:
+            elif self._at_start and self._quotes and piece[at] == _QUOTE:
                 self._quoted, self._at_start, at = True, False, at + 1
                 found.append((True, start, at))
             else:

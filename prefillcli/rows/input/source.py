@@ -11,7 +11,6 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -21,9 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.errors import ContentChangedError, PrefillError, UsageError, counted
+from prefillcli.errors import ContentChangedError, PrefillError, UsageError, counted, without_secrets
 from prefillcli.rows.filesystems import reading
-from prefillcli.rows.input.delimited import Delimited
+from prefillcli.rows.input.csv_head import BOM, HEAD_BYTES, CsvRules, head_of, not_utf8
+from prefillcli.rows.input.delimited import line_numbers
 from prefillcli.rows.input.discovery import InputFile, Partitions, discover
 from prefillcli.rows.input.parquet import ParquetFiles
 from prefillcli.rows.proof import FileContents, require_same
@@ -54,7 +54,7 @@ class Source:
     Open it, ask for `available` columns, then `select` the needed ones; or name them at once.
     """
 
-    def __init__(self, inputs: Sequence[str], sampling: Sampling) -> None:
+    def __init__(self, inputs: Sequence[str], sampling: Sampling, rules: CsvRules) -> None:
         found, left_out = discover(inputs)
         self.kind = found[0].kind
         # Files in the given directories that were skipped because of their ending; worth a warning.
@@ -66,12 +66,17 @@ class Source:
         self._inputs = tuple(inputs)
         self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self.partitions = Partitions.of(file.below for file in found)  # keys and values in the names of folders
+        if self.kind not in ("csv", "tsv") and rules != CsvRules():
+            name, value = ("separator", rules.separator) if rules.separator != "auto" else ("quoting", rules.quoting)
+            raise UsageError(f"--csv-{name} {value}: {found[0].path} is not a CSV file\nleave it out")
         self._files: ParquetFiles | LineFiles
         if self.kind == "parquet":
             self._files = files = ParquetFiles(found, self.partitions)
             files.refuse_outputs(self._inputs)
         else:
-            self._files = (JsonlFiles if self.kind == "jsonl" else CsvFiles)(found, self.partitions)
+            of_csv = self.kind != "jsonl"
+            self._files = CsvFiles(found, self.partitions, rules) if of_csv else JsonlFiles(found, self.partitions)
+        self._rules = rules
         # Column names: of the first Parquet or CSV file, or of the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
         # The first row of JSON Lines that can be read; Parquet's rows are read when they are needed.
@@ -87,14 +92,16 @@ class Source:
         limit: int | None = None,
         sample: int | None = None,
         seed: int = 0,
+        csv_separator: str = "auto",
+        csv_quoting: str = "auto",
     ) -> Source:
         """Find the files of `inputs` and look at their columns.
 
         The prompt needs `columns`; `carried` go to the output. `limit`: the first rows only;
-        `sample`: that many rows drawn at random. Raises UsageError if nothing is found or a column is
-        missing, PrefillError if a file is damaged.
+        `sample`: that many rows drawn at random. The `csv_` options are those of the command. Raises UsageError if
+        nothing is found or a column is missing, PrefillError if a file is damaged.
         """
-        source = cls(inputs, Sampling(limit, sample, seed))
+        source = cls(inputs, Sampling(limit, sample, seed), CsvRules(csv_separator, csv_quoting))
         return source.select(columns=columns, carried=carried)
 
     def select(
@@ -166,7 +173,8 @@ class Source:
         seed = sampling.seed if sampling.sample is not None else None
         content = [(file.stamp.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
         keys = list(self.partitions.values) if self.partition_keys else []
-        text = json.dumps([self.kind, content, sampling.limit, sampling.sample, seed, *keys])
+        rules = [] if self._rules == CsvRules() else [self._rules.separator, self._rules.quoting]
+        text = json.dumps([self.kind, content, sampling.limit, sampling.sample, seed, *keys, *rules])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def require_unchanged(self, rows: Int64Array | None = None) -> None:
@@ -293,7 +301,6 @@ def _plain(value: Any) -> Any:
 _BLOCK = 1 << 18
 _PIECE = 1 << 12  # of a compressed file
 _REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
-_BOM = b"\xef\xbb\xbf"
 _FEW_BLANK_LINES = 16  # one after each row is read as a line: looking ahead copies the buffer
 _MAX_BLANK_BYTES = 1 << 30  # of blank lines in a row: a few kilobytes of a compressed file may hold any number of them
 
@@ -352,11 +359,10 @@ class LineInput:
     def _rows(self, file: io.BufferedReader) -> Iterator[bytes | BadLine]:
         raise NotImplementedError
 
-    def _skip_blanks(self, file: io.BufferedReader) -> None:
-        # After a blank line, read on to the next one that is not, where there are many.
+    def _skip_blanks(self, file: io.BufferedReader) -> int:
+        # After a blank line, read on to the next one that is not, where there are many. Returns how many.
         self._blank += 1
-        if self._blank > _FEW_BLANK_LINES:
-            _skip_blank_lines(file, self.blanks)
+        return _skip_blank_lines(file, self.blanks) if self._blank > _FEW_BLANK_LINES else 0
 
     def _open(self) -> io.BufferedReader:
         found = self._found
@@ -379,7 +385,7 @@ class JsonlInput(LineInput):
         first, most = True, self.max_row_bytes
         while line := file.readline(most + 2):  # with its line break
             if first:
-                first, line = False, line.removeprefix(_BOM)
+                first, line = False, line.removeprefix(BOM)
             if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
                 bad = _skip_long_line(file, line, most, self.kept)
                 if bad is not None:
@@ -391,81 +397,59 @@ class JsonlInput(LineInput):
                 yield line
 
 
-_DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # the first of them that the header has
-
-
 class CsvInput(LineInput):
     """One CSV or TSV file: a header, and records with a field for each of its names."""
 
     blanks = b"\r\n"
 
-    def __init__(self, found: InputFile) -> None:
+    def __init__(self, found: InputFile, rules: CsvRules, *, among_others: bool) -> None:
         super().__init__(found)
-        self._form = Delimited(_DELIMITERS[found.kind][0])
-        self.names: list[str] = []  # of the header; none in an empty file
+        self._where = f"{without_secrets(found.path)}, " if among_others else ""
         with reading(found.path), self._open() as file:
-            self._takes_header(file)
+            start = file.read(HEAD_BYTES)
+            whole = len(start) < HEAD_BYTES
+        self._head = head_of(found.path, found.kind, start, whole=whole, rules=rules)
+        self.names = self._head.names
 
     def parse(self, line: bytes | BadLine) -> dict[str, Any] | BadLine:
         if isinstance(line, BadLine):
-            return line
+            return line._replace(error=self._placed(line.error.code, line.error.detail))
         try:
-            values = self._form.fields(line.decode())
+            values = self._head.form.fields(line.decode())
         except UnicodeDecodeError as error:
-            return BadLine(RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the row: {error.reason}"))
+            return BadLine(self._placed(ErrorCode.INVALID_UTF8, f"byte {error.start} of the row: {error.reason}"))
         except ValueError as error:
-            return BadLine(RowError(ErrorCode.INVALID_CSV, str(error)))
-        if len(values) == len(self.names):
-            return dict(zip(self.names, values, strict=True))
-        lines = line.count(b"\n")
-        found = f"{len(values)} fields in {lines} lines" if lines > 1 else counted(len(values), "field")
-        return BadLine(RowError(ErrorCode.INVALID_CSV, f"{found}, and {len(self.names)} in the header"))
+            return BadLine(self._placed(ErrorCode.INVALID_CSV, str(error)))
+        named = len(self.names)
+        if len(values) == named or (named < len(values) <= self._head.width and not any(values[named:])):
+            return dict(zip(self.names, values, strict=False))
+        found = f"{counted(len(values), 'field')}, and {named} in the header"
+        return BadLine(self._placed(ErrorCode.INVALID_CSV, found))
+
+    def _placed(self, code: ErrorCode, detail: str) -> RowError:
+        # The error of the record that was read last, with its place in the file.
+        form = self._head.form
+        return RowError(code, f"{self._where}{line_numbers(form.first_line, form.last_line)}: {detail}")
 
     def _rows(self, file: io.BufferedReader) -> Iterator[bytes | BadLine]:
-        if not self._takes_header(file):
+        head, form = self._head, self._head.form
+        file.read(head.skipped)
+        header = next(form.records(file, MAX_ROW_BYTES, {}, self._skip_blanks_of(file), head.skipped_lines), None)
+        if header is None:
             return
         kept = {place: name for place, name in enumerate(self.names) if name in self.kept}
-        for record in self._form.records(file, self.max_row_bytes, kept, lambda: self._skip_blanks(file)):
+        for record in form.records(file, self.max_row_bytes, kept, self._skip_blanks_of(file), form.last_line):
             self._blank = 0
             yield record
 
-    def _takes_header(self, file: io.BufferedReader) -> bool:
-        # Read the header, if the file is not empty. Raises UsageError unless it is one.
-        path = self._found.path
-        if file.peek(len(_BOM)).startswith(_BOM):
-            file.read(len(_BOM))
-        header = next(self._form.records(file, MAX_ROW_BYTES, {}, lambda: self._skip_blanks(file)), None)
-        if header is None:
-            return False
-        try:
-            if isinstance(header, BadLine):
-                raise ValueError(header.error.detail)
-            if b"\0" in header:
-                raise _not_utf8(path, "UTF-16")
-            text = header.decode()
-            known = _DELIMITERS[self._found.kind]
-            self._form = Delimited(next(filter(re.sub('"[^"]*"', "", text).__contains__, known), known[0]))
-            names = [name or "" for name in self._form.fields(text)]
-        except UnicodeDecodeError:
-            raise _not_utf8(path, "WINDOWS-1252") from None
-        except ValueError as error:
-            raise UsageError(f"{path}: its header cannot be read: {error}\n{_A_HEADER}") from None
-        if "" in names:
-            raise UsageError(f"{path}: column {names.index('') + 1} has no name in the header\n{_A_HEADER}")
-        for name, count in Counter(names).items():
-            if count > 1:
-                raise UsageError(f"{path}: two columns are named {name[:60]!r}\n{_A_HEADER}")
-        self.names = names
-        return True
+    def _skip_blanks_of(self, file: io.BufferedReader) -> Callable[[], int]:
+        return lambda: self._skip_blanks(file)
 
-
-_A_HEADER = "the first line must name each column once; pandas writes one with to_csv(index=False)"
-
-
-def _not_utf8(path: str, likely: str) -> UsageError:
-    return UsageError(
-        f"{path}: not UTF-8\nsave it as UTF-8, or convert it, for example: iconv -f {likely} -t UTF-8 {path} > new.csv"
-    )
+    def _open(self) -> io.BufferedReader:
+        buffer = super()._open()
+        if self._stream is not None and hasattr(self, "_head"):
+            self._stream.returns = self._head.returns
+        return buffer
 
 
 class _Stream(io.RawIOBase):
@@ -474,6 +458,8 @@ class _Stream(io.RawIOBase):
     def __init__(self, file: Any, codec: str | None) -> None:
         self.taken = 0
         """Bytes of the content so far."""
+        self.returns = False
+        """Whether lines end with carriage returns, which are given as line feeds."""
         self._file = file
         self._content = file if codec is None else pa.CompressedInputStream(_Pieces(file), codec)
 
@@ -487,6 +473,8 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         content = self._content.read(len(buffer))
+        if self.returns:
+            content = bytes(content).replace(b"\r", b"\n")
         buffer[: len(content)] = content
         self.taken += len(content)
         return len(content)
@@ -512,18 +500,20 @@ class _Pieces(io.RawIOBase):
         return found
 
 
-def _skip_blank_lines(file: io.BufferedReader, blanks: bytes | None) -> None:
+def _skip_blank_lines(file: io.BufferedReader, blanks: bytes | None) -> int:
     # Read on to the first line that is not blank, or to one that does not end in the buffer. A buffer at a time: one
-    # line at a time, the lines of a small compressed file could take hours. Raises OSError where they do not end.
-    skipped = 0
+    # line at a time, the lines of a small compressed file could take hours. Returns their number. Raises OSError where
+    # they do not end.
+    skipped = lines = 0
     while ahead := file.peek():
         blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(blanks))) + 1
         if not blank:
-            return
-        file.read(blank)
+            break
+        lines += file.read(blank).count(b"\n")
         skipped += blank
         if skipped > _MAX_BLANK_BYTES:
             raise OSError(f"more than {_MAX_BLANK_BYTES:,} bytes of blank lines in a row")
+    return lines
 
 
 def _skip_long_line(file: io.BufferedReader, start: bytes, most: int, kept: Collection[str]) -> BadLine | None:
@@ -846,8 +836,8 @@ class CsvFiles(LineFiles):
     _plain = True
     _readers: tuple[CsvInput, ...]
 
-    def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
-        super().__init__(files, [CsvInput(file) for file in files], partitions)
+    def __init__(self, files: Sequence[InputFile], partitions: Partitions, rules: CsvRules) -> None:
+        super().__init__(files, [CsvInput(file, rules, among_others=len(files) > 1) for file in files], partitions)
 
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
         return [(file.path, each.names) for file, each in zip(self._files, self._readers, strict=True) if each.names]
@@ -873,5 +863,5 @@ class CsvFiles(LineFiles):
             elif row.error.code is ErrorCode.INVALID_UTF8:
                 other = other or file
         if other is not None and not known:
-            raise _not_utf8(other.path, "WINDOWS-1252")
+            raise not_utf8(other.path, "WINDOWS-1252")
         return tuple(next((each.names for each in self._readers if each.names), ())), seen

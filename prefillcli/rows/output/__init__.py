@@ -34,7 +34,7 @@ FORMATS = (
     OutputFormat((".jsonl.gz",), "JSON Lines, compressed with gzip", "gzip"),
     OutputFormat((".jsonl.zst",), "JSON Lines, compressed with Zstandard", "zstd"),
     OutputFormat((".csv",), "CSV", delimiter=","),
-    OutputFormat((".tsv",), "CSV with tabs", delimiter="\t"),
+    OutputFormat((".tsv",), "TSV", delimiter="\t"),
     DIRECTORY,
 )
 FILE_ENDINGS = tuple(each.ending for each in FORMATS if not each.directory)

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError, without_secrets
+from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError, counted, without_secrets
 from prefillcli.rows.filesystems import (
     WORK_ENDING,
     filesystem_of,
@@ -39,7 +39,7 @@ from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Co
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
 from prefillcli.rows.records import BadLine, as_json, encode_json, plain_texts, text_of
-from prefillcli.runtime import file_calls
+from prefillcli.runtime import file_calls, log
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
@@ -486,14 +486,18 @@ class JsonlFormat:
 
 
 class CsvFormat:
-    """CSV, with the methods of `ParquetFormat`: null is an empty field, an empty text has quotes, and lists are
-    JSON."""
+    """CSV, with the methods of `ParquetFormat`: null is an empty field, an empty text has quotes, and lists are JSON.
+
+    With tabs it is text/tab-separated-values, where quotes are characters like any other: tabs and line breaks are
+    written as `\\t`, `\\n` and `\\r`, and an empty text is null.
+    """
 
     sealed = False
     json_text = False
 
     def __init__(self, delimiter: str) -> None:
         self.delimiter = delimiter
+        self._quotes = delimiter != "\t"
         self._special = re.compile(f'["\r\n{re.escape(delimiter)}]')
 
     def write(
@@ -501,27 +505,40 @@ class CsvFormat:
     ) -> str:
         digesting = Digesting(file)
         digesting.write(self._lines([schema.names]))
+        changed = 0
         for table in tables:
-            digesting.write(self._lines(zip(*map(plain_texts, table.columns), strict=True)))
+            columns = [plain_texts(column) for column in table.columns]
+            if not self._quotes:
+                changed += sum(text is not None and text != _in_tsv(text) for own in columns for text in own)
+            digesting.write(self._lines(zip(*columns, strict=True)))
+        if changed:
+            log.warning(
+                f"TSV cannot hold tabs and line breaks: {counted(changed, 'text')} have these as \\t and \\n\n"
+                "write .csv, .jsonl or .parquet to keep them"
+            )
         return digesting.digest()
+
+    def as_read(self, texts: Iterable[str | None]) -> list[str | None]:
+        """Return the texts as they are read again from a file in this format."""
+        return [*texts] if self._quotes else [_in_tsv(text) or None if text else None for text in texts]
 
     def _lines(self, rows: Iterable[Sequence[str | None]]) -> bytes:
         return "".join(self.delimiter.join(map(self._field, row)) + "\n" for row in rows).encode()
 
     def _field(self, text: str | None) -> str:
-        if text is None:
-            return ""
+        if not self._quotes or text is None:
+            return _in_tsv(text or "")
         quoted = not text or self._special.search(text)
         return '"' + text.replace('"', '""') + '"' if quoted else text
 
     def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
-        form = Delimited(self.delimiter)
-        records = form.records(file, sys.maxsize - 2, {}, lambda: None)
+        form = Delimited(self.delimiter, quotes=self._quotes)
+        records = form.records(file, sys.maxsize - 2, {}, lambda: 0)
         header = self._fields(form, next(records, b""))
         # Predictions are numbers where rows have their own choices.
         numbered = {"prediction": pa.int64(), "audit_prediction": pa.int64()} if "prediction_text" in header else {}
         kinds = {name: (COLUMN_TYPES | numbered).get(name, pa.string()) for name in names}
-        places = [header.index(name) for name in kinds]
+        places = [header.index(name if self._quotes else _in_tsv(name)) for name in kinds]
         while rows := [self._fields(form, record) for record in islice(records, _READ_ROWS)]:
             if any(len(row) != len(header) for row in rows):
                 raise ValueError("a row has more or fewer fields than the header")
@@ -545,6 +562,13 @@ class CsvFormat:
 
 
 _READ_ROWS = 4096
+
+
+_ESCAPES = str.maketrans({"\t": "\\t", "\n": "\\n", "\r": "\\r"})
+
+
+def _in_tsv(text: str) -> str:
+    return text.translate(_ESCAPES) if any(mark in text for mark in "\t\n\r") else text
 
 
 def _of_text(text: str | None, kind: pa.DataType) -> Any:

@@ -138,7 +138,7 @@ def _check(settings: BenchSettings) -> None:
     require_json(settings.output)
     require_apart(settings)
     if settings.inputs:
-        source = Source.open(settings.inputs)
+        source = Source.open(settings.inputs, **settings.csv)
         for_requests(settings, source.available, source.first)  # raises UsageError for typed questions
     for name in method_names(settings):
         asked = score_settings(settings, name)
