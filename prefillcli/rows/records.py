@@ -738,8 +738,8 @@ def require_columns(names: Sequence[str], available: Sequence[str], where: str, 
 
 
 def _listed(name: str) -> str:
-    # A name among others: names in the data may have line breaks, and be as long as a row.
-    return name if name.isprintable() and 0 < len(name) <= 60 else repr(name[:60])
+    # A name among others: names in the data may have line breaks, or spaces around them, and be as long as a row.
+    return name if name.isprintable() and name.strip() == name and 0 < len(name) <= 60 else repr(name[:60])
 
 
 MAX_LEFT_BYTES = 1 << 16  # of an id or kept value, in a row that is too large

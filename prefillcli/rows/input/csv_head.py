@@ -38,6 +38,7 @@ class CsvHead:
 
     form: Delimited
     names: list[str] = field(default_factory=list)  # of the columns; none in an empty file
+    fields: list[str | None] = field(default_factory=list)  # of the header
     # Fields that a row may have: those beyond the names are empty, where all rows end with separators.
     width: int = 0
     skipped: int = 0  # bytes before the header: a byte order mark, and Excel's line `sep=;`
@@ -71,13 +72,13 @@ def head_of(path: str, kind: str, start: bytes, *, whole: bool, rules: CsvRules)
     looks = [_Look(path, start, whole, separator, _quoted(kind, rules, separator, start)) for separator in found]
     looks = [look for look in looks if look.header is not None]
     if not looks:
-        return CsvHead(Delimited(found[0]), [], 0, skipped, 1 if named else 0, returns)
+        return CsvHead(Delimited(found[0]), [], [], 0, skipped, 1 if named else 0, returns)
     asked = named is None and rules.separator == "auto"
     look = _best(path, looks) if asked else looks[0]
     look.check(asked=asked)
     if rules.quoting == "auto" and not look.form.quotes:
         _require_plain(path, start, whole, look)
-    return CsvHead(look.form, look.names, look.width, skipped, 1 if named else 0, returns)
+    return CsvHead(look.form, look.names, look.header_fields, look.width, skipped, 1 if named else 0, returns)
 
 
 _SEP_LINE = re.compile(rb'(?:"sep=([^\r\n"])"|sep=([^\r\n]))\r?\n', re.IGNORECASE)

@@ -61,7 +61,9 @@ class Delimited:
             if at == len(record):
                 return found
             if record[at] != self.delimiter:
-                what = "is never closed" if quoted is None else "is followed by text: quotes inside are doubled"
+                escaped = ", not written with backslashes" if '\\"' in record else ""
+                doubled = f"is followed by text: quotes inside are doubled{escaped}"
+                what = "is never closed" if quoted is None else doubled
                 raise ValueError(f"the quote of field {len(found)} {what}")
             at += 1
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError, counted, without_secrets
 from prefillcli.rows.filesystems import reading
+from prefillcli.rows.input.content import refuse_other_content
 from prefillcli.rows.input.csv_head import BOM, HEAD_BYTES, CsvRules, head_of, not_utf8
 from prefillcli.rows.input.delimited import line_numbers
 from prefillcli.rows.input.discovery import InputFile, Partitions, discover
@@ -333,6 +334,11 @@ class LineInput:
         """Bytes of the file, as it is stored."""
         return self._found.stamp.size
 
+    def start(self) -> bytes:
+        """Return the first bytes of the content, at most `HEAD_BYTES`. Raises PrefillError as `lines`."""
+        with reading(self._found.path), self._open() as file:
+            return file.read(HEAD_BYTES)
+
     def bytes_read(self) -> float:
         """Return how many of them the lines so far take; to be called between two lines, by the thread that reads."""
         if self._stream is None or self._buffer is None:
@@ -405,23 +411,26 @@ class CsvInput(LineInput):
     def __init__(self, found: InputFile, rules: CsvRules, *, among_others: bool) -> None:
         super().__init__(found)
         self._where = f"{without_secrets(found.path)}, " if among_others else ""
-        with reading(found.path), self._open() as file:
-            start = file.read(HEAD_BYTES)
-            whole = len(start) < HEAD_BYTES
+        start = self.start()
+        whole = len(start) < HEAD_BYTES
+        refuse_other_content(found.path, found.kind, start)
         self._head = head_of(found.path, found.kind, start, whole=whole, rules=rules)
         self.names = self._head.names
+        self._last = self._head.fields[-1] if self.names else None
 
     def parse(self, line: bytes | BadLine) -> dict[str, Any] | BadLine:
         if isinstance(line, BadLine):
             return line._replace(error=self._placed(line.error.code, line.error.detail))
         try:
-            values = self._head.form.fields(line.decode())
+            values = self._head.form.fields(line.removeprefix(BOM).decode())  # where files with one were joined
         except UnicodeDecodeError as error:
             return BadLine(self._placed(ErrorCode.INVALID_UTF8, f"byte {error.start} of the row: {error.reason}"))
         except ValueError as error:
             return BadLine(self._placed(ErrorCode.INVALID_CSV, str(error)))
         named = len(self.names)
         if len(values) == named or (named < len(values) <= self._head.width and not any(values[named:])):
+            if values[-1] == self._last and named > 1 and values == self._head.fields:
+                return BadLine(self._placed(ErrorCode.INVALID_CSV, "the header again, as where files were joined"))
             return dict(zip(self.names, values, strict=False))
         found = f"{counted(len(values), 'field')}, and {named} in the header"
         return BadLine(self._placed(ErrorCode.INVALID_CSV, found))
@@ -607,6 +616,8 @@ def parse(line: bytes | BadLine, kept: Collection[str] = ()) -> dict[str, Any] |
             RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the line: {error.reason}"), values.found
         )
     except (ValueError, RecursionError) as error:
+        if line.startswith(BOM):  # where files were joined
+            return parse(line.removeprefix(BOM), kept)
         return BadLine(RowError(ErrorCode.INVALID_JSON, str(error).splitlines()[0]))
     if type(value) is dict:
         return value
@@ -823,9 +834,15 @@ class JsonlFiles(LineFiles):
             elif wrong is None:
                 wrong = row
         if wrong is not None and not names:
+            path = self._files[0].path
+            start = self._readers[0].start()
+            refuse_other_content(path, "jsonl", start)
+            whole = start.removeprefix(BOM).lstrip().startswith(b"{")  # objects, if not one on each line
             raise UsageError(
-                f"{self._files[0].path}: none of the first {seen} lines is a JSON object ({wrong.error.detail})\n"
+                f"{path}: none of the first {counted(seen, 'line')} is a JSON object ({wrong.error.detail})\n"
                 "JSON Lines has one JSON object on every line, in UTF-8"
+                + whole
+                * f"\nwrite each object on a line: jq -c . {path} > new.jsonl"
             )
         return tuple(names), seen
 

@@ -161,6 +161,7 @@ def test_compressed_files_are_read(tmp_path: Path, ending: str) -> None:
         ("id,prompt\n".encode("utf-16"), "not UTF-8\n.*iconv -f UTF-16 -t UTF-8"),
         (b"id,prompt\n1,a\n2,\xe4\n", "not UTF-8\n.*iconv -f WINDOWS-1252"),
         (b"id,text\n1,a\n", "no column 'prompt' in .*a.csv\navailable: id, text"),
+        (b"id, prompt\n1, a\n", "no column 'prompt' in .*a.csv\navailable: id, ' prompt'"),
     ],
 )
 def test_a_file_that_is_no_csv_with_a_header_in_utf_8_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -176,6 +177,27 @@ def test_an_empty_file_and_one_with_a_header_alone_have_no_rows(tmp_path: Path) 
         path = written(tmp_path / "a.csv", data)
         assert read(path) == ({"prompt": []}, {}, [])
         assert Source.open([path]).count() == 0
+
+
+def test_where_files_were_joined_a_header_is_an_error_row_and_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
+    data = (
+        b"\xef\xbb\xbfid,prompt,note\n1,a,\n\xef\xbb\xbfid,prompt,note\n2,b,note\nid,prompt,note\n\xef\xbb\xbf3,c,\n"
+    )
+    values, errors, kept = read(written(tmp_path / "a.csv", data))
+    again = "the header again, as where files were joined"
+    assert errors == {1: f"invalid_csv: line 3: {again}", 3: f"invalid_csv: line 5: {again}"}
+    assert [values["prompt"][row] for row in (0, 2, 4)] == ["a", "b", "c"]
+    assert [row["id"] for row in kept] == ["1", None, "2", None, "3"]
+    assert read(written(tmp_path / "b.csv", b"prompt\nprompt\n"), ())[0]["prompt"] == ["prompt"], (
+        "one column may say so"
+    )
+
+
+def test_quotes_with_backslashes_are_told(tmp_path: Path) -> None:
+    _, errors, _ = read(written(tmp_path / "a.csv", b'id,prompt,note\n1,"say \\"hi\\"",\n2,b,\n'))
+    assert errors[0].endswith(
+        "line 2: the quote of field 2 is followed by text: quotes inside are doubled, not written with backslashes"
+    )
 
 
 def test_millions_of_lines_after_an_unclosed_quote_are_rows_of_their_own(tmp_path: Path) -> None:
