@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, cast
 
 import typer
 
 from prefillcli.command_line import (
     AnyOptions,
+    Commands,
     GroupedCommand,
     finish,
     load_options,
@@ -35,6 +37,7 @@ Summary = dict[str, Any]
 
 app = typer.Typer(
     name="prefill",
+    cls=Commands,
     help="Offline, prefill-only LLM scoring: one probability per row.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},  # commands take it over
@@ -67,6 +70,11 @@ def _root(
 def _job(job: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary]:
     # Make `job` a command of its name: `--recipe`, and an argument or an option for each field of its settings.
     name = job.__name__.strip("_")
+    Commands.add(name, job.__doc__, partial(_command_of, name, job))
+    return job
+
+
+def _command_of(name: str, job: Callable[[AnyOptions], Summary]) -> tuple[Callable[..., None], type[GroupedCommand]]:
     kind = cast("type[AnyOptions]", COMMANDS[name])
 
     def command(recipe: str | None, **given: Any) -> None:
@@ -80,8 +88,7 @@ def _job(job: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary
     command.__doc__ = job.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(name, cls=GroupedCommand.of(kind))(command)
-    return job
+    return command, GroupedCommand.of(kind)
 
 
 @_job
@@ -171,7 +178,6 @@ _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill sco
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and errors only.", rich_help_panel=RUN)]
 
 
-@app.command(cls=GroupedCommand)
 def verify(
     output: _Output,
     inputs: Annotated[
@@ -188,7 +194,6 @@ def verify(
     finish(verify_job(output, inputs or (), quiet=quiet))
 
 
-@app.command(cls=GroupedCommand)
 def status(output: _Output, quiet: _Quiet = False) -> None:
     """Show whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
 
@@ -197,3 +202,7 @@ def status(output: _Output, quiet: _Quiet = False) -> None:
     from prefillcli.tools.status import status_job
 
     finish(status_job(output, quiet=quiet))
+
+
+Commands.add("verify", verify.__doc__, lambda: (verify, GroupedCommand))
+Commands.add("status", status.__doc__, lambda: (status, GroupedCommand))

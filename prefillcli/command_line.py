@@ -7,11 +7,12 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import typer
-from typer.core import TyperArgument, TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from prefillcli.errors import Interrupted, PrefillError, shown
 from prefillcli.options.commands import COMMANDS, PIPE
@@ -181,9 +182,54 @@ class GroupedCommand(TyperCommand):
         """Return the page."""
         return super().get_help(ctx).replace(_NO_BREAK, "-")
 
-    def get_short_help_str(self, limit: int = 45) -> str:
-        """Return the command's line in `prefill --help`: the first line of its help, whole."""
-        return (self.help or "").strip().partition("\n")[0]
+
+# What makes a command: it returns the function that typer takes its options from, and the kind of command.
+Maker = Callable[[], tuple[Callable[..., Any], type[GroupedCommand]]]
+
+
+class Commands(TyperGroup):
+    """The commands of the program by name, each made when it is asked for: making all of them takes longer than the
+    rest of a help page."""
+
+    makers: ClassVar[dict[str, Maker]] = {}
+    said: ClassVar[dict[str, str]] = {}  # the first line of each command's help
+
+    @classmethod
+    def add(cls, name: str, help: str | None, make: Maker) -> None:
+        """Add a command with this docstring."""
+        cls.said[name], cls.makers[name] = (help or "").strip().partition("\n")[0], make
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.commands = cast("Any", _Made())
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, in the order in which they were added."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the first line of each command's help to the page."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.said.items()))
+
+
+class _Made(Mapping[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        return _made(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(Commands.makers)
+
+    def __len__(self) -> int:
+        return len(Commands.makers)
+
+
+@cache
+def _made(name: str) -> Any:
+    function, kind = Commands.makers[name]()
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(name, cls=kind)(function)
+    return typer.main.get_command(alone)
 
 
 def run(app: Callable[[], Any]) -> None:

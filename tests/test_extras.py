@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from prefillcli.errors import UsageError
-from prefillcli.runtime import extras
 from prefillcli.runtime.extras import EXTRAS, OPTIONAL, installed, installing, require_extra
 
 ROOT = Path(__file__).parent.parent
@@ -106,5 +106,5 @@ def test_an_extra_comes_from_where_the_program_came_from(
     """`direct_url.json` is what pip writes (PEP 610)."""
     (tmp_path / "a wheel.whl").touch()
     text = None if origin is None else json.dumps(origin).replace("{here}", str(tmp_path))
-    monkeypatch.setattr(extras.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
     assert installing("gguf") == line.replace("{here}", str(tmp_path))

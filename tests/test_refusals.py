@@ -116,19 +116,45 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -
     assert json.loads(heavy) == []
 
 
-def test_help_and_wrong_options_import_nothing_that_takes_long() -> None:
-    lines = [[command, *words] for command in COMMANDS for words in (["--help"], ["--rwo", "x"])]
-    lines += [[command] for command in ("score", "inspect", "merge", "calibrate")]
-    code = (
-        "import json, sys\nfrom prefillcli.cli import app\n"
-        "for line in json.loads(sys.argv[1]):\n"
-        "    try:\n        app(line)\n    except SystemExit:\n        pass\n"
-        "heavy = {'torch', 'transformers', 'pyarrow', 'numpy'} & sys.modules.keys()\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(lines)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage:") == len(COMMANDS)
+# What a command has not imported where it ends: with a model's files, a recipe, or an option that is wrong.
+DATA = ("numpy", "pyarrow", "pandas", "scipy", "sklearn", "torch", "transformers", "huggingface_hub", "requests")
+FILES = (*DATA, "rich", "jinja2")
+OPTIONS = (*FILES, "yaml", "fsspec", "asyncio", "http")
+ENDS = """
+import json, sys
+from prefillcli.cli import app
+def end(*line):
+    try:
+        app(line)
+    except SystemExit:
+        pass
+    print("imported:", *sorted({name.partition(".")[0] for name in sys.modules}))
+for line in json.loads(sys.argv[1]):
+    end(*line)
+"""
+
+
+def test_what_ends_early_imports_nothing_that_takes_long(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("labels: [")
+    helped = [["--help"], *([command, *words] for command in COMMANDS for words in (["--help"], ["--rwo", "x"]))]
+    helped += [[command] for command in ("score", "inspect", "merge", "calibrate")]
+    wrong = [["score", "in.csv", "--ask", "a", "--labels", "b"], ["score", "in.csv", "--recipe", "job.yaml"]]
+    command = [sys.executable, "-c", ENDS, json.dumps(helped + wrong)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    ends = [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("imported:")]
+    assert done.stdout.count("Usage:") == 1 + len(COMMANDS)
+    assert len(ends) == len(helped) + len(wrong)
+    for line, imported in zip(helped, ends, strict=False):
+        assert imported.isdisjoint(OPTIONS), line
+    assert "not valid YAML" in done.stderr
+    assert ends[-1].isdisjoint(FILES)
+
+
+def test_the_process_of_a_template_imports_what_renders_it() -> None:
+    code = "import sys; own = set(sys.modules); import prefillcli.prompts.sandbox; print(*sys.modules.keys() - own)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    packages = {name.partition(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names
+    assert packages == {"jinja2", "markupsafe", "prefillcli"}
 
 
 def test_an_output_that_is_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
 from prefillcli.options.option import Settings, as_typed, details_of, unescaped
-from prefillcli.options.plain_yaml import parse_yaml
 from prefillcli.prompts.questions import Question
 from prefillcli.rows.filesystems import read_given
 
@@ -381,6 +380,8 @@ _MOST_BYTES = 1 << 20
 
 def read_recipe(path: str) -> dict[str, Any]:
     """Read the options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
+    from prefillcli.options.plain_yaml import parse_yaml  # YAML takes a while to import
+
     content = read_given("--recipe", path, most=_MOST_BYTES)
     try:
         loaded = parse_yaml(content.decode())

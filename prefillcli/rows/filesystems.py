@@ -18,8 +18,6 @@ from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import IO, Any, TypeVar
 
-import fsspec
-
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, without_secrets
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.extras import require_extra
@@ -204,6 +202,8 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     Raises UsageError if no package for its protocol is installed. Protocols other than those of the object stores are
     then tried through pyarrow (hdfs).
     """
+    import fsspec  # here, for options are checked by this module, and most commands end there
+
     if not is_url(path):
         return fsspec.filesystem("file"), _absolute(os.path.expanduser(path))
     try:

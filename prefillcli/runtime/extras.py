@@ -10,11 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from prefillcli.errors import UsageError
 from prefillcli.runtime.cores import choose_waiting
@@ -61,6 +59,8 @@ def installed(package: str) -> str | None:
     """Return the version of a package, None where it is not installed. Imports nothing."""
     if find_spec(package) is None:
         return None
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -81,6 +81,9 @@ def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
 def installing(extra: str) -> str:
     """Return the line to type for an extra: with the wheel or the folder that this program was installed from, if it
     is still there."""
+    from importlib import metadata  # this and the next take a while to import
+    from urllib.request import url2pathname
+
     source, edits = "prefillcli", False
     with suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
         origin = json.loads(metadata.distribution("prefillcli").read_text("direct_url.json") or "{}")

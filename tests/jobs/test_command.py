@@ -52,19 +52,6 @@ def assert_stable_report(path: str) -> dict:
     return report
 
 
-@pytest.mark.sampled(1)
-def test_help_and_wrong_options_import_no_torch() -> None:
-    code = (
-        "import sys\nfrom prefillcli.cli import app\n"
-        "for words in ('--help', 'score --help', 'score --lables x', 'score --recipe none.yaml'):\n"
-        "    try:\n        app(words.split())\n    except SystemExit:\n        pass\n"
-        "heavy = {'torch', 'transformers', 'pyarrow', 'numpy'} & sys.modules.keys()\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("command", [[], *([name] for name in get_command(app).commands)])
 def test_h_is_help(command: list[str]) -> None:
     assert prefill(*command, "-h").stdout == prefill(*command, "--help").stdout
