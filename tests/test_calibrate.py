@@ -84,7 +84,7 @@ def test_auto_takes_the_smallest_log_loss_and_the_table_shows_them_all() -> None
     assert line["after"]["log_loss"] < line["before"]["log_loss"]
     for name, each in held.items():
         shown = next(
-            text for text in done.stderr.splitlines() if text.startswith(name if name != "none" else "scores")
+            text for text in done.stderr.splitlines() if text.startswith(name if name != "none" else "scores as is")
         )
         assert f"{each.log_loss:.4f}" in shown
         assert f"{each.log_loss_spread:.4f}" in shown
@@ -116,6 +116,9 @@ def test_every_format_of_an_output_is_read(ending: str) -> None:
         (("Yes", "No"), {"Yes": True, "No": False}),
         (("Yes", "No"), {"Yes": 1, "No": 0}),
         (("Yes", "No"), {"Yes": 1.0, "No": 0.0}),
+        (("Yes", "No"), {"Yes": "yes", "No": "NO"}),
+        (("positive", "negative"), {"positive": "yes", "negative": "no"}),
+        (("No", "Yes"), {"No": False, "Yes": True}),
         (("1", "2"), {"1": 1, "2": 2}),
     ],
 )
@@ -155,6 +158,8 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted() -> None:
         "without a right answer": 2,
         "whose right answer is no label": 1,
     }
+    assert found.fitted_on.mistakes is not None
+    assert [(each.value, each.rows) for each in found.fitted_on.mistakes.examples] == [("maybe", 1)]
 
 
 def test_impossible_labels_have_a_place_in_the_fit() -> None:

@@ -90,12 +90,15 @@ def test_each_question_has_its_floors() -> None:
     assert alone["questions"] == {"q": done["questions"]["q"]}
 
 
-@pytest.mark.parametrize("words", [(True, False), (1, 0), (1.0, 0.0), ("Yes", "No"), ("true", "false")])
+@pytest.mark.parametrize(
+    "words", [(True, False), (1, 0), (1.0, 0.0), ("Yes", "No"), ("true", "false"), ("YES ", "no"), ("1.0", "0.0")]
+)
 def test_a_predicate_is_right_by_any_word_for_true_and_false(words: tuple[Any, Any]) -> None:
     found, right = shares(2)
     columns = {"late": found[:, 0].tolist(), "late.label_mass": [0.9] * ROWS}
     write_parquet("s.parquet", **columns, truth=[words[at] for at in right])
-    assert_same(floors("s.parquet", "--truth", "late=truth")["questions"]["late"]["floors"][0], expected(2))
+    for truth in ("late=truth", "truth"):  # the only question needs no name
+        assert_same(floors("s.parquet", "--truth", truth)["questions"]["late"]["floors"][0], expected(2))
 
 
 def typed(values: Any, *, score: bool = False, seed: int = 0, **more: Any) -> dict[str, list[Any]]:
@@ -146,9 +149,17 @@ def test_where_nothing_is_proven_the_number_of_rows_that_would_is_told() -> None
     write_parquet("s.parquet", **few, truth=[("Yes", "No")[at] for at in right[:60]])
     done = floors("s.parquet", "--truth", "truth", "--accuracy", "0.99")
     (entry,) = done["questions"]["answer"]["floors"]
-    assert (done["exit_code"], entry["floor"], entry["share"]) == (0, None, 0.0)
+    assert (done["exit_code"], entry["floor"], entry["share"]) == (3, None, 0.0)
     assert entry["needed"] > 60
-    assert f"about {entry['needed']:,} labelled rows would prove one" in " ".join(done["stderr"].split())
+    assert entry["right"] == sum(shares(2)[0][:60].argmax(axis=1) == right[:60])
+    said = [" ".join(text.split()) for text in done["stderr"].split("\n\n")]
+    assert (
+        f"No floor is proven for an accuracy of 0.99: of 60 labelled rows {entry['right']} are answered right"
+        in said[0]
+    )
+    assert f"about {entry['needed']:,} labelled rows would prove one" in said[0]
+    assert "--review-below" not in done["stderr"]
+    assert done["error"] in said[0]
 
 
 def test_reviewed_rows_come_back_as_truth_by_id_or_by_row() -> None:
@@ -178,7 +189,10 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted() -> None:
         good[0] | {"truth": "maybe"},
     ]
     write_jsonl("s.jsonl", [*bad, *good, b"{broken"])
-    found = floors("s.jsonl", "--truth", "truth")["questions"]["answer"]
+    done = floors("s.jsonl", "--truth", "truth")
+    found = done["questions"]["answer"]
+    assert found["mistakes"] == {"rows": 1, "examples": [{"value": "maybe", "rows": 1, "near": None}]}
+    assert "--truth truth: 1 right answer is none of Yes, No: maybe" in " ".join(done["stderr"].split())
     assert_same(found["floors"][0], expected(2))
     assert found["left_out"] == {
         "without an answer": 1,
@@ -187,6 +201,11 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted() -> None:
         "whose right answer is none of the options": 1,
         "that cannot be read": 1,
     }
+
+
+def late() -> dict[str, list[Any]]:
+    """The columns of a predicate."""
+    return {"late": shares(2)[0][:, 0].tolist(), "late.label_mass": [0.9] * ROWS}
 
 
 TABLE = labels_of(LABELS)[0] | {"truth": [LABELS[at] for at in labels_of(LABELS)[1]]}
@@ -206,7 +225,7 @@ TABLE = labels_of(LABELS)[0] | {"truth": [LABELS[at] for at in labels_of(LABELS)
         ({name: values[:0] for name, values in TABLE.items()}, ("--truth", "truth"), "it has no rows"),
         (TABLE | {"score": TABLE["logprob_sad"]}, ("--truth", "truth"), "score is not the probability of calm"),
         ({"prompt": ["x"], "truth": ["y"]}, ("--truth", "truth"), "not an output of prefill score"),
-        (typed(LABELS), ("--truth", "truth"), "names the column of each question once"),
+        (typed(LABELS) | late(), ("--truth", "truth"), "names the column of each question once"),
         (typed(LABELS), ("--truth", "p=truth"), "it has no answers to a question 'p'"),
     ],
 )

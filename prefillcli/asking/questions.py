@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.asking.forms import ANSWER, Order, text_of, with_answers
@@ -16,6 +17,8 @@ from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.models.files import has_classes
+from prefillcli.models.open import label_names
 from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
@@ -84,6 +87,13 @@ class QuestionAsking(Asking):
                 f"'{{{{ {available[0]} }}}}'"
             )
         return found or DEFAULT_COLUMN
+
+    def named_labels(self, model: Path) -> Labels | None:
+        if has_classes(model, self.settings.head):
+            return None
+        each = tuple(label_names(own.question) for own in self.file.questions)
+        each[0].each = each
+        return each[0]
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:

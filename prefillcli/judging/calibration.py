@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from prefillcli.core.request import Request, Tick, answer_requests
 from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
+from prefillcli.judging.truth import Mistakes
 from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
@@ -144,6 +145,8 @@ class FittedOn(_Frozen):
     rows: int
     rows_by_label: dict[str, int]
     left_out: dict[str, int] = {}  # rows that were not used, by reason
+    mistakes: Mistakes | None = None  # right answers that are no label
+    unknown_ids: Mistakes | None = None  # ids in the file with the right answers that are of no row
     job: dict[str, str] = {}  # the fingerprint of the scoring job; empty where it is unknown
 
 

@@ -19,9 +19,10 @@ from pydantic import BaseModel, Field
 from prefillcli.core.roles import Judge
 from prefillcli.core.windows import find_prompts
 from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.judging.truth import Mistakes, answer_number, as_number, is_blank, tell_answers
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
-from prefillcli.prompts.labels import YES_NO, Labels, label_of
+from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import (
     Box,
@@ -117,6 +118,7 @@ class RunEvaluation(Evaluation):
     truth: str  # the column
     calibrated: CalibratedFigures | None = None  # with --calibration or --calibrate-with; all else is of the scores
     truth_values: list[TruthValue] = Field(default_factory=list)  # the most frequent ones
+    mistakes: Mistakes | None = None  # right answers that are no label
     surest_wrong: list[EvaluatedRow] = Field(default_factory=list)  # the most probable predictions that are wrong
     near_threshold: list[EvaluatedRow] = Field(default_factory=list)  # the closest calls
     threshold: float | None = None  # the threshold that those are near; None with more than two labels
@@ -126,7 +128,6 @@ Mask = npt.NDArray[np.bool_]
 
 MOST_ROWS = 20  # rows of each kind that are named
 _MOST_VALUES = 20  # of the truth column, in the report
-_NAMED_VALUES = 5  # in a message
 _LONGEST_VALUE = 40  # characters
 _MOST_TOKENS = 400  # of a row's text
 _HALF = 0.5  # where the prediction of two labels changes
@@ -172,7 +173,7 @@ class EvaluationPlan:
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
             truth,
-            () if chosen else _spelt(labels, schema),
+            () if chosen else labels.with_absence,
             settings.temperature,
             settings.wanted_precision,
             "calibrated" in schema.groups,
@@ -182,6 +183,11 @@ class EvaluationPlan:
             labels.columns[0] if chosen else None,
             schema.name,
         )
+
+    @property
+    def option(self) -> str:
+        """The option that names its column, for messages."""
+        return f"--truth {self.question and self.question + '='}{self.truth}"
 
     @property
     def names(self) -> list[str]:
@@ -224,10 +230,7 @@ class EvaluationPlan:
         if not isinstance(answer, str | int | float | bool):
             return None
         if self.choices is None:
-            found = label_of(answer, self.labels)
-            if found is None and self.numbers:  # "5.0" is the label 5 of a scale
-                found = label_of(_as_float(answer), self.labels)
-            return found
+            return answer_number(answer, self.labels, self.numbers)
         if isinstance(choices, str):  # CSV has no lists, and a column of JSON Lines may hold others too
             with suppress(ValueError, RecursionError):
                 choices = json.loads(choices)
@@ -235,30 +238,28 @@ class EvaluationPlan:
             return None
         if answer in choices:
             return choices.index(answer)
-        number = _as_float(answer)
+        number = as_number(answer)
         return int(number) if number is not None and number in range(len(choices)) else None
+
+    def mistakes(self, values: Mapping[str, int]) -> Mistakes | None:
+        """Return the right answers, of these values as JSON with the number of rows of each, that stand for
+        nothing."""
+        found: dict[str, int] = {}
+        for text, rows in values.items():
+            try:
+                value = json.loads(text)
+            except ValueError:
+                value = text  # what cannot be JSON is named as it is
+            if not is_blank(value) and self.number_of(value) is None and self.value_of(value) is None:
+                found[str(value) if isinstance(value, str) else text] = rows
+        return Mistakes.of(found, self.names)
 
     def value_of(self, answer: Any) -> float | None:
         """Return the number that a right answer stands for, where labels are ordered: that of its label, or itself."""
         if not self.numbers:
             return None
         number = self.number_of(answer)
-        return _as_float(answer) if number is None else self.numbers[number]
-
-
-def _spelt(labels: Labels, schema: OutputSchema) -> tuple[Label, ...]:
-    # The labels as right answers may spell them.
-    asked = schema.type == "predicate" and labels.names == tuple(each.name for each in YES_NO)
-    return YES_NO if asked else labels.with_absence
-
-
-def _as_float(answer: Any) -> float | None:
-    # The finite number that a value is, or stands for as text.
-    try:
-        found = float(answer)
-    except (TypeError, ValueError):
-        return None
-    return found if math.isfinite(found) and not isinstance(answer, bool) else None
+        return as_number(answer) if number is None else self.numbers[number]
 
 
 def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> RunEvaluation:
@@ -268,8 +269,10 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     """
     target = Target.parse(output)
     pairs = read_scored_truth(target, plan)
-    if not len(pairs.truth) and pairs.found.values and not pairs.said.size:
-        raise _no_label(plan, {value: rows for value, (_, rows) in pairs.found.values.items()})
+    mistakes = plan.mistakes({value: rows for value, (_, rows) in pairs.found.values.items()})
+    if mistakes is not None and not len(pairs.truth) and not pairs.said.size:
+        raise _no_label(plan, mistakes)
+    tell_answers(plan.option, mistakes, plan.names or ["the choices of their rows"])
     figures = _figures(pairs, pairs.scores, plan)
     calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
     threshold = None if plan.values else _threshold(figures)
@@ -282,6 +285,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
         truth=plan.truth,
         calibrated=None if calibrated is None else CalibratedFigures.of(calibrated),
         truth_values=_truth_values(pairs, plan),
+        mistakes=mistakes,
         surest_wrong=[_evaluated_row(pairs, at, plan, names, id_name) for at in wrong],
         near_threshold=[_evaluated_row(pairs, at, plan, names, id_name) for at in near],
         threshold=threshold,
@@ -305,7 +309,7 @@ def require_labels(source: Source, plan: EvaluationPlan) -> None:
     for batch in source.batches(min(_LOOKED_AT, BATCH_ROWS)):
         choices = _values(batch.carried[plan.choices], json_text=json_text) if plan.choices else repeat(None)
         for known, own in zip(_values(batch.carried[plan.truth], json_text=json_text), choices, strict=False):
-            if known is None:
+            if is_blank(known):
                 continue
             if plan.number_of(known, own) is not None or plan.value_of(known) is not None:
                 return
@@ -314,8 +318,8 @@ def require_labels(source: Source, plan: EvaluationPlan) -> None:
         seen += len(batch.rows)
         if seen >= _LOOKED_AT:
             break
-    if found:
-        raise _no_label(plan, found)
+    if (mistakes := plan.mistakes(found)) is not None:
+        raise _no_label(plan, mistakes)
 
 
 def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvaluation:
@@ -352,19 +356,15 @@ def _end_of(tokens: Int32Array, start: int, decode: Callable[[Any], str]) -> str
     return ("…" if start else "") + decode(tokens[start:])
 
 
-def _no_label(plan: EvaluationPlan, found: Mapping[str, int]) -> UsageError:
-    most = sorted(found, key=lambda value: (-found[value], value))
-    values = ", ".join(f"{_shortened(value)} ({counted(found[value], 'row')})" for value in most[:_NAMED_VALUES])
-    more = f" and {len(most) - _NAMED_VALUES:,} more" if len(most) > _NAMED_VALUES else ""
-    own = ", ".join(plan.names) + (", also true and false, 1 and 0" if len(plan.labels) == 2 else "")
-    named = f"--truth {plan.question and plan.question + '='}{plan.truth}"
+def _no_label(plan: EvaluationPlan, mistakes: Mistakes) -> UsageError:
     if plan.choices:
         return UsageError(
-            f"{named}: none of its values is a choice of its row: {values}{more}\n"
+            f"{plan.option}: none of its values is a choice of its row: {mistakes.text}\n"
             "give the column the texts of choices, or their numbers from 0, or leave unknown ones null"
         )
+    own = ", ".join(plan.names) + (", also yes and no, true and false, 1 and 0" if len(plan.labels) == 2 else "")
     return UsageError(
-        f"{named}: none of its values is a label: {values}{more}\n"
+        f"{plan.option}: none of its values is a label: {mistakes.text}\n"
         f"the labels are {own}: give the column those values, or leave unknown ones null"
     )
 
@@ -672,15 +672,17 @@ def _row_text(found: RunEvaluation) -> str:
 
 
 def _truth_texts(found: RunEvaluation) -> Iterator[tuple[str, str]]:
-    # The labels that values of the column were taken for, where these do not look alike.
-    other = [each for each in found.truth_values if each.label is None or each.value.strip('"') != each.label]
-    none = "no label" if found.choices is None else "no choice"
+    # The labels that values of the column were taken for, where these do not look alike, and the values of none.
+    other = [each for each in found.truth_values if each.label is not None and each.value.strip('"') != each.label]
     if other:
         texts = [
-            f"{visible(each.value, line=True)} is {visible(each.label or none, line=True)} ({each.rows:,})"
+            f"{visible(each.value, line=True)} is {visible(each.label or '', line=True)} ({each.rows:,})"
             for each in other[:4]
         ]
         yield "truth", ", ".join([*texts, *(["..."] if len(other) > len(texts) else [])])
+    if found.mistakes is not None:
+        none = "no label" if found.choices is None else "no choice"
+        yield "right answers", f"{counted(found.mistakes.rows, 'row')} with {none}: {found.mistakes.text}"
 
 
 def _at(figures: ThresholdFigures) -> str:

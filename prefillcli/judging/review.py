@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,13 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted
 from prefillcli.judging.calibration import require_fitting
+from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, is_blank, reason, shown_column
 from prefillcli.options.groups import split_names
+from prefillcli.prompts.questions import Question
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
+from prefillcli.rows.output.answers import LOGPROB, PROBABILITIES, AnswerColumns
 from prefillcli.rows.output.columns import (
-    COLUMN_TYPES,
     ROW_COLUMN,
     OutputSchema,
     kinds_of,
@@ -30,7 +35,10 @@ from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
 from prefillcli.rows.output.target import Target, open_format
 from prefillcli.rows.proof import hash_value
+from prefillcli.rows.records import Float64Array, is_error
+from prefillcli.runtime import log
 from prefillcli.stats.acceptance import RISK, Acceptance
+from prefillcli.stats.evaluation import BoolArray, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -51,6 +59,7 @@ class AnswerFloor(_Frozen):
     answer: Value | None  # None: any
     floor: float | None  # None: none is proven, and a person looks at all
     rows: int  # with this answer
+    right: int = 0  # of them, those with the right one
     accepted: int  # of them, those at or above the floor
     errors: int  # of these, wrong ones
     bound: float | None  # the accuracy that the accepted ones prove
@@ -58,10 +67,10 @@ class AnswerFloor(_Frozen):
     needed: int | None  # rows that would probably prove one; None: there is one, or no number would
 
     @classmethod
-    def of(cls, answer: Value | None, found: Acceptance) -> AnswerFloor:
-        """Return the entry of an answer."""
+    def of(cls, answer: Value | None, found: Acceptance, right: BoolArray) -> AnswerFloor:
+        """Return the entry of an answer, for rows of which these are `right`."""
         names = ("floor", "rows", "accepted", "errors", "bound", "share", "needed")
-        return cls(answer=answer, **{name: getattr(found, name) for name in names})
+        return cls(answer=answer, right=int(right.sum()), **{name: getattr(found, name) for name in names})
 
 
 class QuestionFloors(_Frozen):
@@ -70,6 +79,7 @@ class QuestionFloors(_Frozen):
     truth: str  # the column with the right answers
     floors: tuple[AnswerFloor, ...] = Field(min_length=1)
     left_out: dict[str, int] = {}  # rows that were not used, by reason
+    mistakes: Mistakes | None = None  # right answers that are none of the options
 
 
 class FloorFile(_Frozen):
@@ -79,6 +89,7 @@ class FloorFile(_Frozen):
     accuracy: float = Field(gt=0, lt=1)
     confidence: float = 1 - RISK
     questions: dict[str, QuestionFloors]  # by name
+    unknown_ids: Mistakes | None = None  # ids in the file with the right answers that are of no row
     scores: str = ""  # the output of `prefill score`, as the user named it
     job: dict[str, str] = {}  # the fingerprint of the scoring job; empty where it is unknown
 
@@ -86,7 +97,7 @@ class FloorFile(_Frozen):
 # The floors of a job, as `--review-below` gives them.
 
 
-OPTION, FILE_OPTION, COLUMN = "--review-below", "--review", "review"
+OPTION, FILE_OPTION, COLUMN = "--review-below", "--review", REVIEW
 _AGAIN = "make it with prefill calibrate --accuracy"
 _ALL = ""  # stands for every question
 Floors = dict[str, dict[Value | None, float | None]]
@@ -150,6 +161,7 @@ class ReviewUse(BaseModel):
     rows: int
     questions: dict[str, int]  # of them, those in which the answer to each question is in doubt
     file: str | None  # that has them, with --review
+    errors: int = 0  # rows without an answer, which a person should look at too
 
 
 class Reviewing(Judge):
@@ -157,6 +169,7 @@ class Reviewing(Judge):
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
+        self._told = False
         self._floors, self._job = read_floors(settings.review_below)
         if settings.review is not None and (format_of(settings.review) is None or settings.review.endswith("/")):
             raise UsageError(f"unknown ending of {FILE_OPTION} {settings.review}\nuse {', '.join(FILE_ENDINGS)}")
@@ -166,6 +179,21 @@ class Reviewing(Judge):
         inputs.floors = floors_of(
             self._floors, {own.name or ANSWER: _answers(own) for own in schema.questions or (schema,)}
         )
+        if self.settings.review is not None:
+            self._tell(inputs)
+            own = {name for each in _reviewed(inputs) for name in each.names}
+            for name in inputs.carried:
+                if name in own:
+                    raise UsageError(f"{FILE_OPTION}: its file has a column {name} already\nrename it in the input")
+
+    def _tell(self, inputs: Inputs) -> None:
+        # Warn once of a file that has no texts to read.
+        if not self._told and not set(inputs.carried) - {self.settings.id_column, *inputs.source.partition_keys}:
+            self._told = True
+            log.warning(
+                f"{FILE_OPTION} {self.settings.review}: it will not have what the rows are about, only their ids\n"
+                "name the columns that a person reads with --keep-columns"
+            )
 
     def identity(self) -> Mapping[str, str]:
         """Return its part of the job's fingerprint."""
@@ -181,55 +209,162 @@ class Reviewing(Judge):
     def ended(self, run: Run) -> None:
         path = self.settings.review
         with run.clock.phase("write"), run.stop.at_once():
-            rows, questions = 0, Counter[str]()
-            for table in run.sink.tables([COLUMN]):
+            rows, questions, errors = 0, Counter[str](), 0
+            for table in run.sink.tables([COLUMN, "error"]):
                 doubt = table[COLUMN].drop_null()
                 questions.update(pc.list_flatten(doubt).to_pylist())
                 rows += pc.sum(pc.greater(pc.list_value_length(doubt), 0)).as_py() or 0
+                errors += sum(map(is_error, table["error"].to_pylist()))
             if path is not None:
-                write_review(path, run.sink, run.inputs.source.partition_keys if self.settings.partition else ())
-        run.report.review = ReviewUse(rows=rows, questions=dict(sorted(questions.items())), file=path)
+                folders = run.inputs.source.partition_keys if self.settings.partition else ()
+                write_review(path, run.sink, _reviewed(run.inputs), folders)
+        run.report.review = ReviewUse(rows=rows, questions=dict(sorted(questions.items())), file=path, errors=errors)
 
 
-def write_review(path: str, sink: Sink, folders: Sequence[str] = ()) -> None:
-    """Write the rows of a finished output that have answers in doubt to a file, which appears whole: id or number,
-    kept columns, answers, and the questions in doubt. Columns that name `folders` are not in the output's files, and
-    are left out. Raises PrefillError."""
+@dataclass(frozen=True, slots=True)
+class _Reviewed:
+    """A question in a review file: what is asked, the answer in words and how sure it is, and an empty column for the
+    right one."""
+
+    own: OutputSchema
+    asked: str
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        return self.own.name or ANSWER
+
+    @property
+    def names(self) -> list[str]:
+        """Its columns."""
+        name, shown = self.name, shown_column(AnswerColumns(self.own.name, self.own.type, self.own.labels))
+        return [f"{name}.question", shown, f"{name}.sure", f"{name}.{RIGHT}"]
+
+    @property
+    def told(self) -> list[str]:
+        """The columns of the output that tell the probabilities of its answers."""
+        own = self.own
+        if own.name:
+            return [own.name if own.type == "predicate" else f"{own.name}.{PROBABILITIES}"]
+        kind = "score_" if "label_scores" in own.groups else LOGPROB
+        return ["score", *(kind + label for label in own.labels if len(own.labels) > 2)]
+
+    def columns(self, rows: pa.Table) -> tuple[list[pa.Array], list[str | None]]:
+        """Return the values of its columns for rows of the output, and why a person should look at the answer of
+        each: None where nobody needs to."""
+        shares = self._shares(rows)
+        known = ~np.isnan(shares).any(axis=1)
+        best = np.where(known, np.nan_to_num(shares).argmax(axis=1), 0)
+        words = pa.array(np.array(self.own.labels, object)[best], pa.string(), mask=~known)
+        # Cut off, never rounded up: an answer below a floor does not look as if it reached it.
+        sure = pa.array(np.floor(shares.max(axis=1, initial=0.0) * 1e4) / 1e4, pa.float64(), mask=~known)
+        asked = pa.array([self.asked] * len(rows), pa.string())
+        doubts = rows[COLUMN].to_pylist()
+        whys = [
+            self._why(self.own.floors[at]) if self.name in (doubt or ()) else None
+            for doubt, at in zip(doubts, best.tolist(), strict=True)
+        ]
+        return [asked, words, sure, pa.nulls(len(rows), pa.string())], whys
+
+    def _shares(self, rows: pa.Table) -> Float64Array:
+        # The probability of each answer [rows, answers]; NaN for rows without them.
+        own, (first, *others) = self.own, [rows[name] for name in self.told]
+        if own.name:
+            return AnswerColumns(own.name, own.type, own.labels).shares(first.to_pylist())
+        score = first.cast(pa.float64()).to_numpy()
+        if not others:
+            return np.stack([score, 1 - score], axis=1)
+        if "label_scores" in own.groups:
+            return np.stack([each.cast(pa.float64()).to_numpy() for each in others], axis=1)
+        # JSON has no infinity: it is null there
+        logprobs = [each.cast(pa.float64()).fill_null(-np.inf).to_numpy() for each in others]
+        shares = np.full((len(rows), len(others)), np.nan)
+        known = ~np.isnan(score)
+        shares[known] = label_probabilities(np.stack(logprobs, axis=1)[known], self.temperature)
+        return shares
+
+    def _why(self, floor: float | None) -> str:
+        return reason(self.name, "no floor is proven" if floor is None else f"below {floor:g}")
+
+
+def _reviewed(inputs: Inputs) -> list[_Reviewed]:
+    # The questions of a job, as a review file has them.
+    schema = inputs.schema()
+    pairs = zip(schema.questions or (schema,), inputs.labels.asked, strict=False)
+    return [_Reviewed(own, _asked(labels.question), inputs.settings.temperature) for own, labels in pairs]
+
+
+def _asked(question: Question) -> str:
+    # A question with its answers: Is it late? (Yes or No)
+    words = [answer.name for answer in question.answers]
+    listed = f"{', '.join(words[:-1])} or {words[-1]}"
+    return f"{question.instructions} ({listed})" if question.instructions else listed
+
+
+def write_review(path: str, sink: Sink, questions: Sequence[_Reviewed], folders: Sequence[str] = ()) -> None:
+    """Write the rows of a finished output that a person should look at to a file, which appears whole: those with
+    answers in doubt, and error rows. They have their id or number, kept columns, questions, answers in words, empty
+    columns for the right ones, and why they are here.
+
+    Columns that name `folders` are not in the output's files, and are left out. Raises PrefillError.
+    """
     found = format_of(path)
     if found is None:
         raise UsageError(f"unknown ending of {FILE_OPTION} {path}")
     file_format, schema = open_format(found), sink.schema
     kept = [name for name in schema.carried.names if name not in folders]
-    carried = sorted(kept, key=lambda name: name != schema.id_name)
-    answers = [name for each in schema.columns if each.part != "row" for name in each.names(schema.labels)]
-    names = [*([ROW_COLUMN] if schema.id_name is None else []), *carried, *dict.fromkeys(answers), COLUMN]
+    carried = [
+        *([ROW_COLUMN] if schema.id_name is None else []),
+        *sorted(kept, key=lambda name: name != schema.id_name),
+    ]
+    told = [name for each in questions for name in each.told]
+    names = list(dict.fromkeys([*carried, *told, COLUMN, *_ERRORS]))
 
-    def in_doubt() -> Iterator[pa.Table]:
+    def to_look_at() -> Iterator[pa.Table]:
         for table in sink.tables(names):
-            yield table.filter(pc.greater(pc.list_value_length(table[COLUMN]), 0)).select(names)
+            failed = pa.array(map(is_error, table["error"].to_pylist()), pa.bool_())
+            doubt = pc.fill_null(pc.greater(pc.list_value_length(table[COLUMN]), 0), False)
+            yield table.filter(pc.or_(doubt, failed)).select(names)
 
     json_output = Target.parse(sink.location).file_format.json_text
-    first = next(in_doubt(), None)
-    own = pa.schema([(name, pa.string()) for name in names]) if first is None else first.schema
-    strings = [each.name for each in own if pa.types.is_string(each.type)]
-    known = {*COLUMN_TYPES, *(name for name in answers if schema.questions)} - set(kept)  # read with their types
-    texts = [name for name in strings if name not in known] if json_output else []
-    typed = {} if file_format.json_text else _types(in_doubt(), texts, schema.id_name)
-    fields = [each.with_type(typed.get(each.name, each.type)) for each in own]
+    first = next(to_look_at(), None)
+    kinds = {name: pa.string() if first is None else first.schema.field(name).type for name in carried}
+    # From an output in JSON Lines, kept columns come as JSON texts.
+    texts = [name for name in kept if json_output and pa.types.is_string(kinds[name])]
+    typed = {} if file_format.json_text else _types(to_look_at(), texts, schema.id_name)
+    columns = [(name, pa.float64() if name.endswith(".sure") else pa.string()) for e in questions for name in e.names]
+    out = pa.schema([*((name, typed.get(name, kinds[name])) for name in carried), *columns, (COLUMN, pa.string())])
 
     def tables() -> Iterator[pa.Table]:
-        for table in in_doubt():
-            columns = [
-                typed_column(table[each.name], each.type) if each.name in typed else table[each.name].cast(each.type)
-                for each in fields
+        for table in to_look_at():
+            own = [
+                typed_column(table[name], typed[name]) if name in typed else table[name].cast(kinds[name])
+                for name in carried
             ]
-            yield pa.Table.from_arrays(columns, schema=pa.schema(fields))
+            whys = []
+            for each in questions:
+                found, why = each.columns(table)
+                own += found
+                whys.append(why)
+            own.append(pa.array(_reasons(table, whys), pa.string()))
+            yield pa.Table.from_arrays(own, schema=out)
 
     folder, name = split_path(written_path(path, FILE_OPTION))
     store = open_store(folder)
     store.clean(lambda left: left == name)
     with store.create(name) as file:
-        file_format.write(file, pa.schema(fields), tables(), texts if file_format.json_text else ())
+        if found.delimiter:
+            file.write(codecs.BOM_UTF8)  # or Excel takes another encoding
+        file_format.write(file, out, tables(), texts if file_format.json_text else ())
+
+
+_ERRORS = ("error", "error_detail")
+
+
+def _reasons(rows: pa.Table, whys: Sequence[Sequence[str | None]]) -> Iterator[str]:
+    # Why each row is there: its error, or the questions in doubt, of which there are `whys` [questions, rows].
+    for code, detail, *doubts in zip(*(rows[name].to_pylist() for name in _ERRORS), *whys, strict=True):
+        yield f"error: {code}: {detail or ''}" if is_error(code) else "; ".join(filter(None, doubts))
 
 
 def _types(tables: Iterator[pa.Table], texts: Sequence[str], id_name: str | None) -> dict[str, pa.DataType]:
@@ -242,12 +377,17 @@ def _types(tables: Iterator[pa.Table], texts: Sequence[str], id_name: str | None
 
 
 def is_review(path: str, start: bytes) -> bool:
-    """Return whether the file at a path has the rows to review of an earlier run."""
+    """Return whether the file at a path has the rows to review of an earlier run, and nobody's right answers."""
     try:
-        names = Source.open([path]).available
+        source = Source.open([path])
+        names = source.available
+        if names[-1:] != (COLUMN,) or "computed_tokens" in names:
+            return False
+        filled = [name for name in names if name.endswith(f".{RIGHT}")]
+        batches = source.select(columns=filled, carried=()).batches()
+        return all(is_blank(answer) for batch in batches for name in filled for answer in batch.columns[name])
     except PrefillError:
         return False
-    return names[-1:] == (COLUMN,) and "computed_tokens" not in names
 
 
 def section(report: RunReport) -> Section | None:
@@ -256,6 +396,7 @@ def section(report: RunReport) -> Section | None:
     if use is None:
         return None
     each = ", ".join(f"{count:,} {name}" for name, count in use.questions.items() if name != ANSWER)
-    found = Section(lines=[("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}")])
+    failed = f", and {counted(use.errors, 'error row')}" if use.errors else ""
+    found = Section(lines=[("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}{failed}")])
     found.metric("review_rows", "Rows with an answer whose probability is below its floor.", float(use.rows))
     return found

@@ -21,7 +21,7 @@ from prefillcli.models.files import (
 )
 from prefillcli.prompts.builder import RowColumns
 from prefillcli.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
-from prefillcli.prompts.questions import typed
+from prefillcli.prompts.questions import Question, typed
 from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
@@ -325,8 +325,14 @@ def named_labels(model: Path, choice: LabelChoice) -> Labels | None:
     Imports no torch. Raises UsageError."""
     if has_classes(model, choice.head):
         return None
-    labels = parse_labels(choice.labels)
-    return ClassLabels(labels, tuple((number,) for number in range(len(labels))), Measure.SHARES)
+    return label_names(typed(parse_labels(choice.labels)))
+
+
+def label_names(question: Question) -> Labels:
+    """Return the labels of a question without their tokens: enough to check options by."""
+    found = ClassLabels(question.answers, tuple((number,) for number in range(len(question.answers))), Measure.SHARES)
+    found.question = question
+    return found
 
 
 def check_walkable(files: ModelFiles, advice: str) -> None:

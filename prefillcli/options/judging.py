@@ -180,14 +180,22 @@ class CalibrateSettings(Settings):
     )
     truth: str | None = option(
         None,
-        "Column with the right answer: a label, or true or false, 1 or 0 for two labels. With --accuracy, NAME=COLUMN "
-        "for each of several questions, comma-separated.",
+        "Column with the right answer: a label, or yes or no, true or false, 1 or 0 for two labels. With --accuracy, "
+        "NAME=COLUMN for each of several questions, comma-separated. (default: the columns NAME.right of a review "
+        "file)",
         FILES, changes="report", metavar="COLUMN",
     )  # fmt: skip
     truth_from: str | None = option(
         None,
-        "File with the right answers, if the scores have none; rows are matched by id, or by number.",
+        "File with the right answers, if the scores have none, such as the file of --review once a person has filled "
+        "it in; rows are matched by id, or by number.",
         FILES, changes="report", metavar="PATH", path="rows",
+    )  # fmt: skip
+    review_blank: Literal["unseen", "confirmed"] = option(
+        "unseen",
+        "What a blank right answer in a review file means. confirmed: a person has seen the answer shown, and it is "
+        "right; unseen: nobody has looked.",
+        FILES, changes="report", requires=TRUTH_FROM,
     )  # fmt: skip
     id_column: str | None = option(
         None,
@@ -236,7 +244,7 @@ class CalibrateSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        if self.truth is None:
+        if self.truth is None and self.truth_from is None:
             raise UsageError("no --truth given: name the column with the right answer")
 
 

@@ -69,23 +69,34 @@ def complementary(label: Label, other: Label | None = None) -> tuple[Label, Labe
     return (label._replace(variants=label.variants or ("1",)), other._replace(variants=other.variants or ("0",)))
 
 
-#: The answers to a predicate, as data sets spell them.
-YES_NO = (Label("Yes", ("yes", "YES", "true", "True", "TRUE")), Label("No", ("no", "NO", "false", "False", "FALSE")))
-
-
 def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
-    """The number of the label that a right answer of a data set stands for; None if it is not a label.
+    """The number of the label that a right answer in a data set or a spreadsheet stands for; None if it is none.
 
-    It may be a label's name or one of its spellings. With two labels, true and 1 otherwise mean the first, false and 0
-    the second, also as texts.
+    It may be a label's name or one of its spellings, also in other case, with other spaces or as another form of the
+    number (1.0 for 1), where only one label is like that. Of two labels true, yes and 1 otherwise mean the first,
+    false, no and 0 the second, unless the labels are such words themselves.
     """
     number = _named(answer, labels)
-    if number is None and len(labels) == 2:
-        return _OF_TWO.get(str(answer).strip().lower())
-    return number
+    if number is not None or answer is None:
+        return number
+    said = plain_form(answer)
+    near = [at for at, own in enumerate(labels) if said in map(plain_form, (own.name, *(own.variants or ())))]
+    if len(near) == 1:
+        return near[0]
+    if len(labels) != 2 or said not in _OF_TWO:
+        return None
+    words = [_OF_TWO.get(plain_form(own.name)) for own in labels]
+    return words.index(_OF_TWO[said]) if sorted(words, key=str) == [0, 1] else _OF_TWO[said]
 
 
-_OF_TWO = {"true": 0, "1": 0, "1.0": 0, "false": 1, "0": 1, "0.0": 1}
+_OF_TWO = {"true": 0, "yes": 0, "1": 0, "false": 1, "no": 1, "0": 1}
+_WHOLE = re.compile(r"([+-]?\d+)\.0*")
+
+
+def plain_form(value: str | int | float | bool) -> str:
+    """Return what stays the same of a value that went through a spreadsheet: 1.0 is 1, TRUE is true."""
+    text = " ".join(str(value).split()).casefold()
+    return found[1] if (found := _WHOLE.fullmatch(text)) else text
 
 
 def _named(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:

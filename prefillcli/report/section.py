@@ -372,8 +372,12 @@ WIDTH = 80  # columns of the tables of results, however wide the terminal is
 
 
 def stderr_console(width: int | None = None) -> Console:
-    """Return the console for tables; without a `width`, lines are not wrapped."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=width is None, width=width)
+    """Return the console for tables, of this `width` or that of a narrower terminal; without, lines are not
+    wrapped."""
+    found = Console(stderr=True, highlight=False, markup=False, soft_wrap=width is None)
+    if width is not None:
+        found.width = min(width, found.width) if found.is_terminal else width
+    return found
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -386,10 +390,13 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def numbers_table(rows: TableRows, *, words: Collection[int] = (0,), caption: str | None = None) -> Table:
-    """Return a header and rows, which may be untrusted: columns are aligned to the right, except those of `words`."""
+def numbers_table(
+    rows: TableRows, *, words: Collection[int] = (0,), caption: str | None = None, gap: int = 2
+) -> Table:
+    """Return a header and rows, which may be untrusted: columns are aligned to the right, except those of `words`, with
+    so many spaces between them."""
     table = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption=caption, caption_justify="left"
+        box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", caption=caption, caption_justify="left"
     )
     for at, name in enumerate(rows[0]):
         kind = getattr(rows[-1][at], "kind", "") if at < len(rows[-1]) else ""

@@ -136,7 +136,7 @@ class Opening:
         for each in self.parts.judges:
             each.check(self.inputs)
         if self._scores:
-            self.inputs.schema().require_distinct()
+            self.inputs.schema().require_distinct(self.inputs.settings.truth_columns.values())
 
     def open_rows(self) -> None:
         """Make prompts possible. Raises UsageError."""

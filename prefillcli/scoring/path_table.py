@@ -88,7 +88,7 @@ SIDE_FILES = {
     ),
     "exits": SideFile("an exit profile", json_with("flips_of", "questions")),
     "rejects": SideFile("rejects of an earlier run", is_rejects),
-    "review": SideFile("rows to review of an earlier run", is_review),
+    "review": SideFile("an earlier run's rows to review without anybody's right answers", is_review),
 }
 
 

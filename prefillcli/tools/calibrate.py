@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,13 +22,13 @@ from prefillcli.judging.calibration import (
     fit_scaling,
     methods_for,
 )
+from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth
 from prefillcli.options.judging import CalibrateSettings
-from prefillcli.prompts.labels import label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
-from prefillcli.rows.output.columns import ROW_COLUMN
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.output.target import QUESTION_ROWS, Job, Manifest, Target
 from prefillcli.runtime import log
@@ -44,7 +44,6 @@ _EXIT = "exit_layer"
 _BOTH_ORDERS = "order_decided"
 _SAME = 1e-6
 _MORE_THAN_ALL = 1e-3
-PLAIN = (str, int, float, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,15 @@ class LabelledScores:
     """Rows with a score and a right answer."""
 
     labels: tuple[str, ...]  # the positive one first
+    question: str  # of several; empty for a job of labels
     scores: Float64Array  # as the output has them [rows]
     logprobs: Float64Array  # over the whole vocabulary [rows, labels]
     truth: IntArray  # number of the right label [rows]
+    truth_column: str  # that has the right answers
     left_out: dict[str, int]  # other rows, by reason
     job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where it is unknown
+    mistakes: Mistakes | None  # right answers that are no label
+    unknown_ids: Mistakes | None = None  # of --truth-from
 
     @property
     def before(self) -> Float64Array:
@@ -73,7 +76,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
     is damaged.
     """
-    path, truth_name = settings.scores, settings.truth or ""
+    path = settings.scores
     source = Source.open([path])
     job = job_of(path)
     if job is None and settings.question:
@@ -96,47 +99,49 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
             "score without --label-norm, or calibrate without right answers: --calibrate-with"
         )
-    right = RightAnswers.of(settings, truth_name, source.available, job)
+    asked = own or AnswerColumns("", "", labels)
+    truth = find_truth(settings, {asked.name or ANSWER: asked}, source.available, job)
+    right = truth.answers[asked.name or ANSWER]
     exits = [_EXIT] if _EXIT in source.available else []
     wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
     source.select(columns=[*wanted, right.key, *exits], carried=())
-    found = _collect(source, labels, wanted, right, {} if job is None else job.fingerprint, own)
+    found = _collect(source, asked, wanted, right, {} if job is None else job.fingerprint)
     _require_order(path, labels, found.logprobs, found.scores)
     if len(found.truth) == 0:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
-        raise UsageError(f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}")
-    return found
+        seen = "" if found.mistakes is None else f"; the right answers: {found.mistakes.text}"
+        raise UsageError(
+            f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}{seen}"
+        )
+    return replace(found, unknown_ids=truth.unknown_ids)
 
 
 def _asked(job: Job, settings: CalibrateSettings, source: Source) -> AnswerColumns | None:
-    # The columns of the question that the settings name; None for a job of labels.
+    # The columns of the question that the settings name, or of the only one; None for a job of labels.
     path, names = settings.scores, [each.name for each in job.answers]
     if QUESTION_ROWS in job.fingerprint:
         raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
-    if names and settings.question not in names:
+    first, equals, _ = (settings.truth or "").partition("=")  # --truth tone=right_tone
+    asked = settings.question or (names[0] if len(names) == 1 else first.strip() if equals else "")
+    if names and asked not in names:
         raise UsageError(
             f"{path}: it has the answers to {', '.join(names)}\nname one of these questions with --question"
         )
     if not names and settings.question:
         raise UsageError(f"{path}: it has the answers to one question\nleave --question out")
-    if f"{settings.question}.{_BOTH_ORDERS}" in source.available:
+    if f"{asked}.{_BOTH_ORDERS}" in source.available:
         raise UsageError(
-            f"{path}: the question {settings.question} was asked in both orders, and a mean of two answers is not "
+            f"{path}: the question {asked} was asked in both orders, and a mean of two answers is not "
             "calibrated\nscore without swap"
         )
-    return next((each for each in job.answers if each.name == settings.question), None)
+    return next((each for each in job.answers if each.name == asked), None)
 
 
 def _collect(
-    source: Source,
-    labels: tuple[str, ...],
-    wanted: Sequence[str],
-    truth: RightAnswers,
-    job: dict[str, str],
-    own: AnswerColumns | None,
+    source: Source, own: AnswerColumns, wanted: Sequence[str], truth: RightAnswers, job: dict[str, str]
 ) -> LabelledScores:
     # `wanted` are the columns with the score and the log-probability of each label, or what tells those of a question.
-    names = [Label(label) for label in labels]
+    known = AnswerNumbers([Label(label) for label in own.labels], own.values)
     left_out: Counter[str] = Counter()
     kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
     for batch in source.batches():
@@ -149,31 +154,33 @@ def _collect(
                 "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
             )
         columns = [batch.columns[name] for name in (*wanted, truth.key)]
-        if own is not None:
+        if own.name:
             shares = own.shares(columns[0])
             scores = [None if math.isnan(each) else each for each in shares[:, 0].tolist()]
             columns = [scores, *own.log_shares(shares).T.tolist(), columns[1]]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
             numbers = [number_of(each) for each in logprobs]
             answer = truth.of_row(value)
-            right = label_of(answer, names) if isinstance(answer, PLAIN) else None
             if row in batch.errors:
                 left_out["that cannot be read"] += 1
             elif score is None:
                 left_out["without a score"] += 1
             elif not 0 <= number_of(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
                 left_out["whose score is no probability"] += 1
-            elif answer is None or answer == "":
+            elif answer is None:
                 left_out["without a right answer"] += 1
-            elif right is None:
+            elif (right := known.of(answer)) is None:
                 left_out["whose right answer is no label"] += 1
             else:
                 kept.append((number_of(score), numbers, right))
     return LabelledScores(
-        labels=labels,
+        labels=own.labels,
+        question=own.name,
         scores=np.array([score for score, _, _ in kept], np.float64),
-        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(labels)),
+        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(own.labels)),
         truth=np.array([right for _, _, right in kept], np.int64),
+        truth_column=truth.truth,
+        mistakes=known.mistakes(f"--truth {truth.truth}"),
         left_out=dict(left_out),
         job=job,
     )
@@ -188,54 +195,6 @@ def _of_text(text: str) -> float | str | None:
 def number_of(value: Any) -> float:
     """Return a number of a column; NaN for anything else."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class RightAnswers:
-    """Right answers: those of a column of the scores, or those of another file."""
-
-    key: str  # the column of the scores that has them, or that finds them in the other file
-    found: dict[str, Any] | None = None  # by id or row number
-
-    @classmethod
-    def of(cls, settings: CalibrateSettings, truth: str, available: Sequence[str], job: Job | None) -> RightAnswers:
-        """Return those of the column `truth`, for scores with the `available` columns. Raises UsageError where they
-        cannot be found."""
-        path, other = settings.scores, settings.truth_from
-        if other is None:
-            if truth not in available:
-                raise UsageError(
-                    f"{path}: no column {truth!r}\nscore with --truth {truth}, which keeps it, or name "
-                    "the file that has it with --truth-from"
-                )
-            return cls(truth)
-        key = settings.id_column or (None if job is None else job.id_name) or ROW_COLUMN
-        if key not in available:
-            raise UsageError(
-                f"{path}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
-            )
-        by_place = key == ROW_COLUMN and settings.id_column is None
-        source = Source.open([other], columns=[truth] if by_place else [truth, key])
-        found: dict[str, Any] = {}
-        for batch in source.batches():
-            keys = batch.rows.tolist() if by_place else batch.columns[key]
-            for row, name, answer in zip(batch.rows.tolist(), keys, batch.columns[truth], strict=True):
-                if row in batch.errors or name is None:
-                    continue
-                if found.setdefault(_key(name), answer) != answer:
-                    raise UsageError(
-                        f"--truth-from {other}: {key} {name} has two right answers: {found[_key(name)]}, {answer}"
-                    )
-        return cls(key, found)
-
-    def of_row(self, value: Any) -> Any:
-        """Return the right answer of a row with this value of the column `key`; None or an empty text: it has none."""
-        return value if self.found is None else self.found.get(_key(value))
-
-
-def _key(value: Any) -> str:
-    # An id as text, the same for any kind of file that the id is read from.
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def job_of(path: str) -> Job | None:
@@ -281,10 +240,10 @@ def print_calibration(calibration: Calibration, path: str) -> None:
     rows = [HEADER]
     for method, held in calibration.held_out.items():
         numbers = [held.log_loss, held.log_loss_spread, held.brier, held.ece, held.accuracy]
-        name = "scores as they are" if method == "none" else method
+        name = "scores as is" if method == "none" else method
         area = "" if held.auc is None else f"{held.auc:.3f}"
         rows.append([name + (" *" if method == chosen else ""), *(f"{number:.4f}" for number in numbers), area])
-    console.print(numbers_table(rows))
+    console.print(numbers_table(rows, gap=2 if console.width >= WIDTH else 1))
     console.print()
     if fitted is not None:
         counts = ", ".join(f"{count:,} {label}" for label, count in fitted.rows_by_label.items())
@@ -352,14 +311,16 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     method = best_method(held_out) if settings.method == "auto" else settings.method
     calibration = Calibration(
         labels=labels,
-        question=settings.question,
+        question=rows.question,
         scaling=fit_scaling(method, log_shares, truth),
         fitted_on=FittedOn(
             scores=without_secrets(settings.scores),
-            truth=settings.truth or "",
+            truth=rows.truth_column,
             rows=len(truth),
             rows_by_label=dict(zip(labels, counts.tolist(), strict=True)),
             left_out=rows.left_out,
+            mistakes=rows.mistakes,
+            unknown_ids=rows.unknown_ids,
             job=rows.job,
         ),
         held_out=held_out,

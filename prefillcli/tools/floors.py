@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prefillcli.errors import ResourceError, UsageError, did_you_mean, without_secrets
+from prefillcli.errors import NOT_AS_EXPECTED, ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.review import AnswerFloor, FloorFile, QuestionFloors, Value
-from prefillcli.options.judging import CalibrateSettings, truths_by_question
-from prefillcli.prompts.labels import YES_NO, label_of
+from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, no_question
+from prefillcli.options.judging import CalibrateSettings
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
@@ -26,7 +25,7 @@ from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
 from prefillcli.stats.acceptance import lowest_floor, lowest_floors
 from prefillcli.stats.evaluation import BoolArray, Float64Array, Int64Array, label_probabilities
-from prefillcli.tools.calibrate import PLAIN, RightAnswers, job_of, number_of
+from prefillcli.tools.calibrate import job_of, number_of
 
 _SAME = 1e-6
 
@@ -40,6 +39,7 @@ class LabelledAnswers:
     right: BoolArray  # whether it is right [rows]
     values: Sequence[Value]  # the name of each option
     left_out: dict[str, int]  # other rows, by reason
+    mistakes: Mistakes | None  # right answers that are none of the options
 
 
 def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswers, *, norm: bool) -> LabelledAnswers:
@@ -54,13 +54,14 @@ def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswer
     if not own.type:
         names = ["score", *(scores if divided and len(scores) > 2 else (LOGPROB + label for label in own.labels))]
     source.select(columns=list(dict.fromkeys([*names, truth.key])), carried=())
-    left_out: Counter[str] = Counter()
+    known, left_out = AnswerNumbers(()), Counter[str]()
     rows: list[tuple[float, int, bool]] = []  # probability and number of the answer, and whether it is right
     for batch in source.batches():
         columns = [batch.columns[name] for name in names]
         if source.kind in ("csv", "tsv"):  # whose values are texts
             columns = [list(map(_of_text, column)) for column in columns]
         own = own.named(columns[0], columns[-1])
+        known.labels, known.numbers = [Label(name) for name in own.labels], _numbers_of(own)
         told = columns[-1] if own.type else _of_labels(own.labels, columns, divided=divided)
         found = own.shares([_numbers(own.labels, each) for each in told])
         keys = batch.columns[truth.key]
@@ -72,9 +73,9 @@ def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswer
                 left_out["without an answer"] += 1
             elif not (shares.size and np.all((shares >= 0) & (shares <= 1))):
                 left_out["whose answer has no probabilities"] += 1
-            elif answer is None or answer == "":
+            elif answer is None:
                 left_out["without a right answer"] += 1
-            elif (right := _right(own, answer)) is None:
+            elif (right := known.of(answer)) is None:
                 left_out["whose right answer is none of the options"] += 1
             else:
                 chosen = int(shares.argmax())
@@ -85,6 +86,7 @@ def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswer
         right=np.array([right for _, _, right in rows], np.bool_),
         values=(True, False) if own.type == "predicate" else own.labels,
         left_out=dict(left_out),
+        mistakes=known.mistakes(f"--truth {truth.truth}"),
     )
 
 
@@ -116,15 +118,9 @@ def _numbers(labels: Sequence[str], value: Any) -> Any:
     return number_of(value) if len(labels) == 2 else None
 
 
-def _right(own: AnswerColumns, truth: Any) -> int | None:
-    # The number of the right answer; None if it is none of the answers.
-    if not isinstance(truth, PLAIN):
-        return None
-    spelt = own.type == "predicate" and own.labels == ("Yes", "No")
-    right = label_of(truth, YES_NO if spelt else [Label(name) for name in own.labels])
-    if right is None and own.type == "score" and isinstance(truth, int | float) and truth in range(len(own.labels)):
-        return int(truth)  # the number of a level
-    return right
+def _numbers_of(own: AnswerColumns) -> Sequence[float]:
+    # What the levels of a scale stand for. In a copy of an output they count from 0.
+    return own.values or (range(len(own.labels)) if own.type == "score" else ())
 
 
 def _of_text(text: str) -> Any:
@@ -144,30 +140,29 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
         if {"question", "labels", "score"} <= set(source.available):
             raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
         raise UsageError(f"{path}: not an output of prefill score with the probabilities of answers")
-    if settings.question:
-        truths = {settings.question: settings.truth or ""}
-    else:
-        truths = {ANSWER: settings.truth or ""} if ANSWER in asked else truths_by_question(settings.truth or "")
-    found = {}
-    for name, truth in truths.items():
-        if name not in asked:
-            raise UsageError(
-                f"{path}: it has no answers to a question {name!r}{did_you_mean(name, asked)}\n"
-                f"it has those to {', '.join(asked)}"
-            )
-        right = RightAnswers.of(settings, truth, source.available, job)
+    if settings.question and settings.question not in asked:
+        raise no_question(path, settings.question, asked)
+    truth, found = find_truth(settings, asked, source.available, job), {}
+    for name, right in truth.answers.items():
         norm = job is not None and "label_norm" in job.fingerprint
         rows = read_labelled_answers(source, asked[name], right, norm=norm)
         if not len(rows.right):
             reasons = ", ".join(f"{count:,} {why}" for why, count in rows.left_out.items()) or "it has no rows"
-            raise UsageError(
-                f"{path}: no row has an answer and a right one ({reasons})\n"
-                f"name the column with the right answers to {name}, or their file with --truth-from"
+            advice = f"name the column with the right answers to {name}, or their file with --truth-from"
+            advice = advice if rows.mistakes is None else f"they are {rows.mistakes.text}"
+            raise UsageError(f"{path}: no row has an answer and a right one ({reasons})\n{advice}")
+        if right.blank and not rows.right.any():
+            log.warning(
+                f"all {len(rows.right):,} right answers in {right.truth} of {settings.truth_from} differ from the "
+                f"model's, and {right.blank:,} are blank, which counts as not looked at\n"
+                "if blank ones mean that the answer shown was seen and is right, give --review-blank confirmed"
             )
-        found[name] = QuestionFloors(truth=truth, floors=_floors_of(rows, settings), left_out=rows.left_out)
+        floors = _floors_of(rows, settings)
+        found[name] = QuestionFloors(truth=right.truth, floors=floors, left_out=rows.left_out, mistakes=rows.mistakes)
     return FloorFile(
         accuracy=accuracy,
         questions=found,
+        unknown_ids=truth.unknown_ids,
         scores=without_secrets(path),
         job={} if job is None else job.fingerprint,
     )
@@ -176,17 +171,25 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
 def _floors_of(rows: LabelledAnswers, settings: CalibrateSettings) -> tuple[AnswerFloor, ...]:
     accuracy = settings.accuracy or 0.0
     if not settings.per_answer:
-        return (AnswerFloor.of(None, lowest_floor(rows.probabilities, rows.right, accuracy)),)
+        return (AnswerFloor.of(None, lowest_floor(rows.probabilities, rows.right, accuracy), rows.right),)
     found = lowest_floors(rows.probabilities, rows.right, rows.answers, len(rows.values), accuracy)
-    return tuple(AnswerFloor.of(rows.values[at], found[at]) for at in np.unique(rows.answers).tolist())
+    return tuple(
+        AnswerFloor.of(rows.values[at], found[at], rows.right[rows.answers == at])
+        for at in np.unique(rows.answers).tolist()
+    )
 
 
 HEADER = ["question", "answer", "labelled rows", "floor", "accepted", "errors", "right, at least"]
 
 
 def print_floors(floors: FloorFile, path: str) -> None:
-    """Print a line for each floor, and how to use the file."""
+    """Print whether floors are proven, a line for each, and how to use the file."""
     console = stderr_console(WIDTH)
+    entries = [own for question in floors.questions.values() for own in question.floors]
+    proven = [own for own in entries if own.floor is not None]
+    if not proven:
+        console.print(no_floor(floors))
+        console.print()
     rows = [HEADER]
     for name, question in floors.questions.items():
         for own in question.floors:
@@ -195,23 +198,46 @@ def print_floors(floors: FloorFile, path: str) -> None:
             if own.floor is not None and own.bound is not None:
                 figures = [f"{own.floor:g}", f"{own.share:.1%}", f"{own.errors:,}", f"{own.bound:.4f}"]
             rows.append([name, answer, f"{own.rows:,}", *figures])
-    console.print(numbers_table(rows, words=(0, 1)))
+    console.print(numbers_table(rows, words=(0, 1), gap=2 if console.width >= WIDTH else 1))
     console.print()
     for name, question in floors.questions.items():
         left = ", ".join(f"{count:,} {reason}" for reason, count in question.left_out.items())
         if left:
             console.print(f"{name}: left out: {left}")
         for own in question.floors:
-            if own.floor is None:
+            if own.floor is None and len(entries) > 1:
                 which = name if own.answer is None else f"{name}, {own.answer}"
-                more = "answers are not right often enough at any probability"
-                if own.needed is not None:
-                    more = f"at the rate of errors seen, about {own.needed:,} labelled rows would prove one"
-                console.print(f"{which}: no floor is proven; {more}")
-    console.print(
-        f"Answers at or above a floor are right at a rate of {floors.accuracy:g} or more, with 95 % confidence: {path}"
+                console.print(f"{which}: no floor is proven; {_missing(own)}")
+    if proven:
+        console.print(
+            f"Answers at or above a floor are right at a rate of {floors.accuracy:g} or more, with 95 % confidence: "
+            f"{path}"
+        )
+        console.print(f"next: prefill score ... --review-below {path} names the questions of each row to review")
+    elif any(own.needed for own in entries):
+        console.print("next: let people look at more rows, drawn at random: prefill score ... --sample N")
+    else:
+        console.print("next: ask for a lower --accuracy, or make the answers better: another model or question")
+
+
+def no_floor(floors: FloorFile) -> str:
+    """Return the sentence that says that no floor is proven, and what is missing."""
+    entries = [own for question in floors.questions.values() for own in question.floors]
+    rows = sum(own.rows for own in entries)
+    needed = [own.needed for own in entries if own.needed is not None]
+    missing = "the answers are not right often enough at any probability"
+    if needed:
+        missing = f"at the rate of errors seen, about {min(needed):,} labelled rows would prove one"
+    return (
+        f"No floor is proven for an accuracy of {floors.accuracy:g}: of {counted(rows, 'labelled row')} "
+        f"{sum(own.right for own in entries):,} are answered right, and {missing}."
     )
-    console.print(f"next: prefill score ... --review-below {path} names the questions of each row to review")
+
+
+def _missing(own: AnswerFloor) -> str:
+    if own.needed is not None:
+        return f"at the rate of errors seen, about {own.needed:,} labelled rows would prove one"
+    return f"answers are not right often enough at any probability: {own.right:,} of {own.rows:,}"
 
 
 @dataclass
@@ -237,6 +263,10 @@ def floors_job(settings: CalibrateSettings) -> dict[str, Any]:
         except OSError as error:
             raise ResourceError(f"{settings.output}: cannot write: {error.strerror or error}") from None
         ending.status, ending.exit_code = "complete", 0
+        if all(own.floor is None for question in floors.questions.values() for own in question.floors):
+            ending.exit_code, ending.error = NOT_AS_EXPECTED, no_floor(floors)
+            if settings.quiet:
+                log.error(ending.error)
         if not floors.job:
             log.warning(
                 "the scores do not name the job that made them, so prefill score cannot check that the floors are "

@@ -287,7 +287,7 @@ def test_choices_are_held_against_right_ones(
         assert row["text"].removeprefix("…").strip() in asked["prompt"]
     shown = " ".join(capsys.readouterr().err.split())
     assert "of guesses among each row's choices" in shown
-    assert '"perhaps" is no choice' in shown
+    assert "with no choice: perhaps" in shown
     assert "AUC" not in shown
 
 
@@ -315,6 +315,6 @@ def test_right_answers_of_which_none_is_a_choice_are_refused(
     write_jsonl("d.jsonl", [{**row, "right": "A"} for row in ROWS])
     flags = {"model": model, "choices_column": "choices", "truth": "right"}
     assert score("d.jsonl", "o.jsonl", **flags)["exit_code"] == 2
-    assert '--truth right: none of its values is a choice of its row: "A" (5 rows)' in capsys.readouterr().err
+    assert "--truth right: none of its values is a choice of its row: A (5 rows)" in capsys.readouterr().err
     assert score("d.jsonl", "o.jsonl", wanted_precision=0.9, **flags)["exit_code"] == 2
     assert "--wanted-precision is for two labels, and each row has its own choices" in capsys.readouterr().err

@@ -77,7 +77,9 @@ def test_answers_below_the_floor_are_in_doubt_and_nothing_else_changes(model: Pa
             doubted += bool(review)
         assert {k: v for k, v in row.items() if k != "seconds"} == {k: v for k, v in before.items() if k != "seconds"}
     assert doubted == ROWS // 2
-    assert read_report("out.run.json")["review"] == {"rows": doubted, "questions": {"answer": doubted}, "file": None}
+    assert read_report("out.run.json")["review"] == {
+        "rows": doubted, "questions": {"answer": doubted}, "file": None, "errors": 1,
+    }  # fmt: skip
     assert read_report("plain.run.json")["review"] is None
 
 
@@ -103,26 +105,21 @@ def test_each_question_has_its_floor(model: Path, given: str, as_rows: bool) -> 
         assert score(make_input(), "rows.parquet", review="r.jsonl", **flags(model, **more))["exit_code"] == 0
         found = [row["review"] for row in read_output("rows.parquet")]
         assert found == [row["review"] for row in rows for _ in range(2)]
-        assert [row["review"] for row in read_output("r.jsonl")] == [each for each in found[::2] if each]
+        looked = [[why.partition(":")[0] for why in row["review"].split("; ")] for row in read_output("r.jsonl")]
+        assert looked == [each for each in found[::2] if each] + [["error"]]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize(("output", "file"), [("out.parquet", "look.jsonl"), ("out/", "look.parquet"),
                                               ("out.jsonl", "look.parquet"), ("out.jsonl", "look.jsonl")])  # fmt: skip
-@pytest.mark.parametrize("questions", [None, "q.yaml"])
-def test_the_rows_in_doubt_are_written_with_their_answers(
-    model: Path, kind: str, output: str, file: str, questions: str | None
-) -> None:
-    given = flags(model, review_below="0.8", review=file, questions=questions)
+def test_the_rows_in_doubt_are_written_with_their_kept_columns(model: Path, kind: str, output: str, file: str) -> None:
+    given = flags(model, review_below="0.8", review=file, questions="q.yaml")
     assert score(make_input(kind), output, **given)["exit_code"] == 0
-    rows = [row for row in read_output(output) if row["review"]]
+    rows = [row for row in read_output(output) if row["review"] or row["error"]]
     found = read_output(file)
     assert 0 < len(found) < ROWS
-    left = {"prompt_tokens", "shared_tokens", "kept_tokens", "computed_tokens", "seconds", "method", "truncated"}
-    left |= {"error", "error_detail"}
-    assert found == [{name: value for name, value in row.items() if name not in left} for row in rows]
-    assert list(found[0])[:2] == ["id", "seen"]
-    assert list(found[0])[-1] == "review"
+    kept = [{name: row[name] for name in ("id", "seen")} for row in rows]
+    assert [{name: row[name] for name in ("id", "seen")} for row in found] == kept
     assert read_report("out.run.json")["review"]["file"] == file
     assert score(make_input(kind), output, resume=True, **given)["exit_code"] == 0  # an earlier one is replaced
     assert read_output(file) == found
@@ -155,7 +152,7 @@ def test_shards_have_the_column_too(model: Path) -> None:
     assert [row["review"] for row in read_output("out.parquet")] == wanted
     again = flags(model, resume=True, review="look.jsonl")
     assert score(source, review_below="0.8", **again)["exit_code"] == 0
-    assert len(read_output("look.jsonl")) == sum(map(bool, wanted))
+    assert len(read_output("look.jsonl")) == sum(map(bool, wanted)) + 1  # and the error row
 
 
 def calibrate(*words: str) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def test_floors_of_another_prompt_are_refused(model: Path, capfd: pytest.Capture
 def test_reviewed_rows_come_back_as_right_answers(model: Path) -> None:
     source = make_input()
     assert score(source, review_below="0.8", review="look.jsonl", **flags(model))["exit_code"] == 0
-    looked = [{"id": row["id"], "verdict": row["prediction"]} for row in read_output("look.jsonl")]
+    looked = [{"id": row["id"], "verdict": row["prediction"]} for row in read_output("look.jsonl")][:-1]
     write_jsonl("looked.jsonl", looked)
     done = calibrate("out.parquet", "--truth", "verdict", "--truth-from", "looked.jsonl", "--accuracy", "0.5")
     (entry,) = done["questions"]["answer"]["floors"]
@@ -240,7 +237,8 @@ def test_floors_are_for_the_answers_of_a_job() -> None:
 
 
 def test_an_output_without_rows_in_doubt_has_an_empty_file(model: Path) -> None:
-    assert score(make_input(), review_below="0", review="look.parquet", **flags(model))["exit_code"] == 0
+    given = flags(model, limit=ROWS - 1, review_below="0", review="look.parquet")
+    assert score(make_input(), **given)["exit_code"] == 0
     assert pq.read_table("look.parquet").num_rows == 0
     assert pq.read_schema("look.parquet").names[-1] == "review"
 
@@ -265,4 +263,6 @@ def test_right_answers_are_those_that_the_job_names_and_of_a_copy_true_or_false(
         accepted = [row for row, top in zip(rows, best, strict=True) if top >= entry["floor"]]
         wrong = [row for row in accepted if words[row["animal"] < 0.5] != row["right"]]
         assert (entry["accepted"], entry["errors"]) == (len(accepted), len(wrong))
-    assert f"({ROWS} whose right answer is none of the options)" in found["copy.parquet"]["error"]
+    assert (
+        f"({ROWS} whose right answer is none of the options)\nthey are dog (30 rows)" in found["copy.parquet"]["error"]
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -721,14 +721,16 @@ class OutputSchema:
             return ((self, each) for each in scored.answers)
         return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
 
-    def require_distinct(self) -> None:
-        """Raise UsageError if a carried column has the name of another column of the output."""
+    def require_distinct(self, truths: Collection[str] = ()) -> None:
+        """Raise UsageError if a carried column has the name of another column of the output. `truths` are those with
+        right answers."""
         row = [ROW_COLUMN] if self.id_name is None else []
         told = (f"{prefix}{name}" for own in self.questions for prefix in ("", f"{own.name}.") for name in _TOLD)
         taken = [*row, *self.results.names, *self._written.names, ROW, *told]
         for name in self.carried.names:
             if name in taken:
-                option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")
+                options = dict.fromkeys((self.truth, *truths), "--truth") | {self.id_name: "--id-column"}
+                option = options.get(name, "--keep-columns")
                 raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
 
     @property

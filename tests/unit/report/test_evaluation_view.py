@@ -15,6 +15,7 @@ from prefillcli.judging.evaluation import (
     evaluation_lines,
     sections,
 )
+from prefillcli.judging.truth import Mistakes
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from prefillcli.scoring.compose import sections_of
 from prefillcli.stats.evaluation import Evaluation, evaluate, evaluate_labels
@@ -55,10 +56,12 @@ def test_what_values_were_taken_for_is_told_where_it_is_not_plain() -> None:
     values = [
         TruthValue(value="1", label="good", rows=1200),
         TruthValue(value='"bad"', label="bad", rows=5),
-        TruthValue(value='"\x1b[31mperhaps"', label=None, rows=2),
+        TruthValue(value='"\x1b[31mgodo"', label=None, rows=2),
     ]
-    text = dict(evaluation_lines(run_of(figures(), truth_values=values).evaluation))["truth"]
-    assert text == '1 is good (1,200), "␛[31mperhaps" is no label (2)'
+    mistakes = Mistakes.of({"\x1b[31mgodo": 2, "x": 1}, ["good", "bad"])
+    lines = dict(evaluation_lines(run_of(figures(), truth_values=values, mistakes=mistakes).evaluation))
+    assert lines["truth"] == "1 is good (1,200)"
+    assert lines["right answers"] == "3 rows with no label: ␛[31mgodo (2 rows), nearest is good; x"
 
 
 def test_the_charts_draw_the_figures() -> None:
