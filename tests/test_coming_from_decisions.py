@@ -68,7 +68,7 @@ def test_the_questions_of_a_pack_are_asked_with_its_floors() -> None:
         floors = {"category": 0.8, "money": 0.85}
         assert json.loads(row["review"]) == [name for name, floor in floors.items() if least[name] < floor]
         doubted += [row["id"]] if json.loads(row["review"]) else []
-    with Path("look.csv").open(newline="") as file:
+    with Path("look.csv").open(newline="", encoding="utf-8-sig") as file:
         assert [row["id"] for row in csv.DictReader(file)] == doubted
 
 

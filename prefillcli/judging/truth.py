@@ -60,7 +60,7 @@ def is_blank(answer: Any) -> bool:
 
 _MOST_NAMED = 5
 _MOST_COMPARED = 20_000  # ids, of which the nearest is looked for
-_ALIKE = 0.5  # of two texts, as difflib measures it
+_ALIKE, _ALIKE_IDS = 0.6, 0.5  # of two texts, as difflib measures it
 _LONGEST = 40  # characters of a value
 
 
@@ -83,7 +83,7 @@ class Mistakes(BaseModel):
     examples: tuple[Mistake, ...]  # the most frequent ones
 
     @classmethod
-    def of(cls, counts: Mapping[str, int], known: Iterable[str]) -> Mistakes | None:
+    def of(cls, counts: Mapping[str, int], known: Iterable[str], alike: float = _ALIKE) -> Mistakes | None:
         """Return the mistakes in values with these counts of rows, where the `known` ones were possible; None without
         any."""
         if not counts:
@@ -92,7 +92,7 @@ class Mistakes(BaseModel):
         most = sorted(counts, key=lambda value: (-counts[value], value))[:_MOST_NAMED]
         examples = []
         for value in most:
-            close = difflib.get_close_matches(plain_form(value), forms, n=1, cutoff=_ALIKE)
+            close = difflib.get_close_matches(plain_form(value), forms, n=1, cutoff=alike)
             near = forms[close[0]] if close else None
             examples.append(Mistake(value=_short(value), rows=counts[value], near=near and _short(near)))
         return cls(rows=sum(counts.values()), examples=tuple(examples))
@@ -354,7 +354,7 @@ def _by_row(
         else:
             strange.append(id_)
     free = [id_ for id_ in rows if id_ not in found]
-    unknown = Mistakes.of(dict.fromkeys(strange, 1), free)
+    unknown = Mistakes.of(dict.fromkeys(strange, 1), free, _ALIKE_IDS)
     if unknown is None or not free:  # all rows have one: a file about more of them
         return found, None
     what = f"--truth-from {settings.truth_from}"

@@ -393,8 +393,8 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
 def numbers_table(
     rows: TableRows, *, words: Collection[int] = (0,), caption: str | None = None, gap: int = 2
 ) -> Table:
-    """Return a header and rows, which may be untrusted: columns are aligned to the right, except those of `words`, with
-    so many spaces between them."""
+    """Return a header and rows, which may be untrusted, with `gap` spaces between columns: those are aligned to the
+    right, except `words`."""
     table = Table(
         box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", caption=caption, caption_justify="left"
     )

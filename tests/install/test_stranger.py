@@ -31,7 +31,7 @@ COMPARED = 12  # rows whose probabilities are compared with transformers'
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 
 
@@ -135,18 +135,20 @@ def test_requests_come_back_in_the_form_of_their_api(
 
 def test_a_persons_corrections_become_the_floors_of_the_night(place: Place, tickets: list[dict[str, str]]) -> None:
     asked = ["--ask", DEPARTMENT.instructions, "--options", "payments,devices,accounts", "--id-column", "id"]
-    # A random sample, all of which a person looks at, and corrects in place
+    # A random sample, all of which a person looks at, and writes the right answer where another one is shown
     given = [*asked, "--keep-columns", "text", "--sample", "80", "--review-below", "1", "--review", "look.csv"]
     done = summary(place, "score", "tickets.csv", *given, "-o", "sample.csv")
     looked = read(place.folder / "look.csv")
     assert 0 < len(looked) <= done["rows"]["scored"] == 80
     right = {row["id"]: row["team"] for row in tickets}
-    corrected = [row | {"answer": right[row["id"]]} for row in looked]
+    wrong_ones = {row["id"]: right[row["id"]] for row in looked if row["answer"] != right[row["id"]]}
+    corrected = [row | {"answer.right": wrong_ones.get(row["id"], "")} for row in looked]
     write(place.folder / "looked.csv", corrected)
-    given = ["--truth", "answer", "--truth-from", "looked.csv", "--accuracy", "0.85", "-o", "floors.json"]
+    given = ["--truth-from", "looked.csv", "--review-blank", "confirmed", "--accuracy", "0.85", "-o", "floors.json"]
     (entry,) = summary(place, "calibrate", "sample.csv", *given)["questions"]["answer"]["floors"]
     assert entry["rows"] == len(looked)
-    own = {row["id"]: max(json.loads(row["answer.probabilities"]).values()) for row in looked}
+    shares = {row["id"]: row["answer.probabilities"] for row in read(place.folder / "sample.csv")}
+    own = {row["id"]: max(json.loads(shares[row["id"]]).values()) for row in looked}
     agreed = [own[row["id"]] >= entry["floor"] for row in looked]
     wrong = sum(sure and row["answer"] != right[row["id"]] for sure, row in zip(agreed, looked, strict=True))
     assert (entry["accepted"], entry["errors"]) == (sum(agreed), wrong)

@@ -287,7 +287,7 @@ def test_choices_are_held_against_right_ones(
         assert row["text"].removeprefix("…").strip() in asked["prompt"]
     shown = " ".join(capsys.readouterr().err.split())
     assert "of guesses among each row's choices" in shown
-    assert "with no choice: perhaps" in shown
+    assert "perhaps (4 rows)" in shown
     assert "AUC" not in shown
 
 

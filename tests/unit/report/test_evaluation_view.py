@@ -58,10 +58,10 @@ def test_what_values_were_taken_for_is_told_where_it_is_not_plain() -> None:
         TruthValue(value='"bad"', label="bad", rows=5),
         TruthValue(value='"\x1b[31mgodo"', label=None, rows=2),
     ]
-    mistakes = Mistakes.of({"\x1b[31mgodo": 2, "x": 1}, ["good", "bad"])
+    mistakes = Mistakes.of({"go\x1bod": 2, "x": 1}, ["good", "bad"])
     lines = dict(evaluation_lines(run_of(figures(), truth_values=values, mistakes=mistakes).evaluation))
     assert lines["truth"] == "1 is good (1,200)"
-    assert lines["right answers"] == "3 rows with no label: ␛[31mgodo (2 rows), nearest is good; x"
+    assert lines["right answers"] == "3 rows with no label: go␛od (2 rows), nearest is good; x"
 
 
 def test_the_charts_draw_the_figures() -> None:
