@@ -241,9 +241,9 @@ class EvaluationPlan:
         number = as_number(answer)
         return int(number) if number is not None and number in range(len(choices)) else None
 
-    def mistakes(self, values: Mapping[str, int]) -> Mistakes | None:
-        """Return the right answers, of these values as JSON with the number of rows of each, that stand for
-        nothing."""
+    def mistakes(self, values: Mapping[str, int], left_out: int = 0) -> Mistakes | None:
+        """Return the right answers, of these values as JSON with the number of rows of each, that stand for nothing.
+        So do those of the rows that were `left_out`."""
         found: dict[str, int] = {}
         for text, rows in values.items():
             try:
@@ -252,7 +252,7 @@ class EvaluationPlan:
                 value = text  # what cannot be JSON is named as it is
             if not is_blank(value) and self.number_of(value) is None and self.value_of(value) is None:
                 found[str(value) if isinstance(value, str) else text] = rows
-        return Mistakes.of(found, self.names)
+        return Mistakes.of(found, self.names, left_out=left_out)
 
     def value_of(self, answer: Any) -> float | None:
         """Return the number that a right answer stands for, where labels are ordered: that of its label, or itself."""
@@ -269,7 +269,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     """
     target = Target.parse(output)
     pairs = read_scored_truth(target, plan)
-    mistakes = plan.mistakes({value: rows for value, (_, rows) in pairs.found.values.items()})
+    mistakes = plan.mistakes({value: rows for value, (_, rows) in pairs.found.values.items()}, pairs.found.left_out)
     if mistakes is not None and not len(pairs.truth) and not pairs.said.size:
         raise _no_label(plan, mistakes)
     tell_answers(plan.option, mistakes, plan.names or ["the choices of their rows"])
@@ -431,10 +431,13 @@ class TruthCounts:
     # By value as JSON: its label's number, and the count of rows. If there are very many values that are not a label,
     # only the first.
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    left_out: int = 0  # rows with the others
 
     def add(self, value: str, label: int | None, rows: int) -> None:
         if label is not None or value in self.values or len(self.values) < _MOST_COUNTED:
             self.values[value] = label, self.values.get(value, (label, 0))[1] + rows
+        else:
+            self.left_out += rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,11 @@ class Mistakes(BaseModel):
     examples: tuple[Mistake, ...]  # the most frequent ones
 
     @classmethod
-    def of(cls, counts: Mapping[str, int], known: Iterable[str], alike: float = _ALIKE) -> Mistakes | None:
-        """Return the mistakes in values with these counts of rows, where the `known` ones were possible; None without
-        any."""
+    def of(
+        cls, counts: Mapping[str, int], known: Iterable[str], *, alike: float = _ALIKE, left_out: int = 0
+    ) -> Mistakes | None:
+        """Return the mistakes in values with these counts of rows, and in rows that were `left_out` of the counts,
+        where the `known` ones were possible; None without any."""
         if not counts:
             return None
         forms = {plain_form(each): each for _, each in zip(range(_MOST_COMPARED), known, strict=False)}
@@ -95,7 +97,7 @@ class Mistakes(BaseModel):
             close = difflib.get_close_matches(plain_form(value), forms, n=1, cutoff=alike)
             near = forms[close[0]] if close else None
             examples.append(Mistake(value=_short(value), rows=counts[value], near=near and _short(near)))
-        return cls(rows=sum(counts.values()), examples=tuple(examples))
+        return cls(rows=sum(counts.values()) + left_out, examples=tuple(examples))
 
     @property
     def text(self) -> str:
@@ -301,7 +303,9 @@ def _read(
         columns=list(dict.fromkeys([*named.values(), *shown.values(), *asks, *filter(None, [key])])), carried=()
     )
     answers: dict[str, dict[str, Any]] = {}
+    bad = 0
     for batch in source.batches():
+        bad += len(batch.errors)
         ids = batch.columns[key] if key else batch.rows.tolist()
         for at, (row, id_) in enumerate(zip(batch.rows.tolist(), ids, strict=True)):
             if row in batch.errors or is_blank(id_):
@@ -315,7 +319,20 @@ def _read(
                     continue
                 if plain_form(known.setdefault(name, answer)) != plain_form(answer):
                     raise UsageError(f"{called} {id_} has two right answers: {known[name]}, {answer}")
+    if bad:
+        log.warning(f"--truth-from {source.paths[0]}: {counted(bad, 'row')} cannot be read, and left out")
     return answers
+
+
+def tell_blank(settings: CalibrateSettings, right: RightAnswers, rows: int, agreed: int) -> None:
+    """Warn where none of the rows with a right answer `agreed` with the model, in a review file with blank ones:
+    somebody may have written only what was wrong."""
+    if right.blank and rows and not agreed:
+        log.warning(
+            f"{settings.truth_from}: all {counted(rows, 'right answer')} in {right.truth} differ from the model's, "
+            f"and {right.blank:,} are blank, which counts as not looked at\n"
+            "if blank ones mean that the answer shown was seen and is right, give --review-blank confirmed"
+        )
 
 
 def doubted(reasons: Any) -> list[str]:
@@ -354,7 +371,7 @@ def _by_row(
         else:
             strange.append(id_)
     free = [id_ for id_ in rows if id_ not in found]
-    unknown = Mistakes.of(dict.fromkeys(strange, 1), free, _ALIKE_IDS)
+    unknown = Mistakes.of(dict.fromkeys(strange, 1), free, alike=_ALIKE_IDS)
     if unknown is None or not free:  # all rows have one: a file about more of them
         return found, None
     what = f"--truth-from {settings.truth_from}"

@@ -320,9 +320,9 @@ class Labels:
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
         """Return whether a right answer, as a data set has it, is the first label; None if it is not a label.
 
-        It may be a label's name or one of its spellings, or else true or false, 1 or 0.
+        It may be what `label_of` takes, or else true or false, 1 or 0.
         """
-        number = _named(answer, self.labels)
+        number = label_of(answer, self.labels)
         if number is not None:
             return number == 0
         return bool(answer) if answer in (0, 1) else None

@@ -22,7 +22,7 @@ from prefillcli.judging.calibration import (
     fit_scaling,
     methods_for,
 )
-from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth
+from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, tell_blank
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
@@ -113,6 +113,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
         raise UsageError(
             f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}{seen}"
         )
+    tell_blank(settings, right, len(found.truth), int((found.before.argmax(axis=1) == found.truth).sum()))
     return replace(found, unknown_ids=truth.unknown_ids)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from prefillcli.errors import NOT_AS_EXPECTED, ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.review import AnswerFloor, FloorFile, QuestionFloors, Value
-from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, no_question
+from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, no_question, tell_blank
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
@@ -151,12 +151,7 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
             advice = f"name the column with the right answers to {name}, or their file with --truth-from"
             advice = advice if rows.mistakes is None else f"they are {rows.mistakes.text}"
             raise UsageError(f"{path}: no row has an answer and a right one ({reasons})\n{advice}")
-        if right.blank and not rows.right.any():
-            log.warning(
-                f"all {len(rows.right):,} right answers in {right.truth} of {settings.truth_from} differ from the "
-                f"model's, and {right.blank:,} are blank, which counts as not looked at\n"
-                "if blank ones mean that the answer shown was seen and is right, give --review-blank confirmed"
-            )
+        tell_blank(settings, right, len(rows.right), int(rows.right.sum()))
         floors = _floors_of(rows, settings)
         found[name] = QuestionFloors(truth=right.truth, floors=floors, left_out=rows.left_out, mistakes=rows.mistakes)
     return FloorFile(

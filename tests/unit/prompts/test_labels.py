@@ -244,13 +244,15 @@ def test_a_tail_is_the_end_of_the_prompt(text: str) -> None:
 @pytest.mark.parametrize(
     ("labels", "right", "wrong", "unknown"),
     [
-        ("Yes,No", ["Yes", " Yes ", True, 1, 1.0], ["No", False, 0, 0.0], ["yes", "", "Perhaps", 2, -1, 0.5, "1"]),
-        ("Yes= Yes|yes|YES,No= No|no", ["Yes", "yes", "YES"], ["No", "no"], ["NO", "y"]),
-        ("A,B,C", ["A", True, 1], ["B", "C", False, 0], ["D", "a"]),
-        ("1,0", ["1", 1, 1.0, True], ["0", 0, 0.0, False], [2, "Yes"]),
+        ("Yes,No", ["Yes", " yes ", "TRUE", "1", True, 1, 1.0], ["No", "no", False, 0], ["", "Perhaps", 2, -1, 0.5]),
+        ("No,Yes", ["No", "false", False, 0], ["YES", True, 1, "1.0"], ["?"]),
+        ("Yes= Yes|yes|YES,No= No|no", ["Yes", "yes", "YES"], ["No", "no", "NO"], ["y"]),
+        ("A,B,C", ["A", "a", True, 1], ["B", "C", False, 0], ["D"]),
+        ("A,a,b", ["A"], ["a", "B"], ["x"]),
+        ("1,0", ["1", 1, 1.0, "1.0", True, "Yes"], ["0", 0, 0.0, False], [2]),
         ("0,1", ["0", 0, 0.0], ["1", 1, 1.0], [2]),
         ("2,1,0", [2, 2.0, "2"], [1, 0, "0"], [3]),
-        ("True,False", [True, "True", 1], [False, "False", 0], ["true"]),
+        ("True,False", [True, "True", "true", 1], [False, "False", 0], ["t"]),
         ("None,Some", ["None"], ["Some"], []),
     ],
 )
