@@ -7,7 +7,8 @@ import difflib
 import errno
 import re
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -28,6 +29,29 @@ _MEMORY_WORDS = (
     "bad_alloc",
     "ALLOC_FAILED",
 )
+
+
+# Whether the job of this process can be resumed, so that advice about `--resume` is only given where it can be taken.
+
+_resumable = False
+
+
+@contextmanager
+def resumable(possible: bool) -> Iterator[None]:
+    """Give advice for a job that can be resumed, or that cannot, inside the block. Outside nothing can be resumed."""
+    global _resumable
+    before, _resumable = _resumable, possible
+    try:
+        yield
+    finally:
+        _resumable = before
+
+
+def run_again(*, or_overwrite: bool = False) -> str:
+    """Return how the job of this process is run again, for the end of a message: with `--resume` where that works."""
+    if not _resumable:
+        return "run again"
+    return "continue with --resume" + (", or use --overwrite" if or_overwrite else "")
 
 
 class PrefillError(Exception):

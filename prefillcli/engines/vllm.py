@@ -36,7 +36,7 @@ from prefillcli.engines.base import (
     sequences,
 )
 from prefillcli.engines.registry import require_engine
-from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
+from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief, run_again
 from prefillcli.models import open as models
 from prefillcli.models.heads import ClassHead
 from prefillcli.models.load import saved_weights
@@ -657,7 +657,7 @@ class VllmEngine(Engine):
         except self._dead as error:
             tick(0)  # the signal that ends this run may have ended vLLM first
             raise EngineDiedError(
-                "vLLM exited; see its output above\nthe rows so far are kept: --resume goes on with them"
+                f"vLLM exited; see its output above\nwhen the reason is known, {run_again()}"
             ) from error
         except ValueError as error:
             raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error

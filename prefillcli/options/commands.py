@@ -206,6 +206,11 @@ class ScoreSettings(
         """True if the scores go to a pipe."""
         return self.output == PIPE or (self.output is None and self.reads_stdin)
 
+    @property
+    def can_resume(self) -> bool:
+        """True if a run that is stopped leaves rows with which another one may go on. A pipe begins anew each time."""
+        return not (self.reads_stdin or self.writes_stdout)
+
     def check(self) -> None:
         self._check_pipes()
         refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
@@ -215,7 +220,7 @@ class ScoreSettings(
     def _check_pipes(self) -> None:
         if self.reads_stdin and len(self.inputs) > 1:
             raise UsageError("INPUT -: stdin is read alone\nput its rows into a file to score it with others")
-        if not self.reads_stdin and not self.writes_stdout:
+        if self.can_resume:
             return
         for name in ("resume", "retry_errors", "shard", "partition"):
             if getattr(self, name):

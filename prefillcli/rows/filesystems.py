@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import IO, Any, TypeVar
 
-from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, without_secrets
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, run_again, without_secrets
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.extras import require_extra
 
@@ -150,12 +150,12 @@ def explained(error: BaseException) -> str:
     """Return the cause of a failed request and a remedy, in one or two lines, without the path."""
     reason = brief(error)
     advice = _ADVICE.get(Failure.of(error))
-    return reason if advice is None else f"{reason}\n{advice}"
+    return reason if advice is None else f"{reason}\n{advice.format(again=run_again())}"
 
 
 _ADVICE = {
-    Failure.PASSING: "the object store is busy or cannot be reached: continue with --resume when it answers again",
-    Failure.REFUSED: "the credentials have expired or do not allow this: renew them, then continue with --resume",
+    Failure.PASSING: "the object store is busy or cannot be reached: {again} when it answers",
+    Failure.REFUSED: "the credentials have expired or do not allow this: renew them, then {again}",
     Failure.MISSING: "there is no such bucket or object: correct the URL, or create the bucket",
 }
 
@@ -257,7 +257,7 @@ def reading(path: str) -> Iterator[None]:
             raise PrefillError(f"cannot read {path}: {explained(error)}") from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PrefillError(
-            f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then run again"
+            f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then {run_again()}"
         ) from error
 
 
@@ -270,16 +270,14 @@ def writing(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _FULL:
-            raise ResourceError(
-                f"no space left on the device for {path}\nmake room, then run again with --resume"
-            ) from error
+            raise ResourceError(f"no space left on the device for {path}\nmake room, then {run_again()}") from error
         if error.errno in _NO_HANDLES:
             raise _no_handles(path) from error
         raise PrefillError(f"cannot use {path}: {error.strerror or error}") from error
 
 
 def _no_handles(path: str) -> ResourceError:
-    return ResourceError(f"cannot open {path}: too many open files\nallow more with `ulimit -n`, then run again")
+    return ResourceError(f"cannot open {path}: too many open files\nallow more with `ulimit -n`, then {run_again()}")
 
 
 _POINTER = b"version https://git-lfs.github.com/spec/"

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from blake3 import blake3
 
-from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillError, UsageError
+from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillError, UsageError, run_again
 from prefillcli.rows.filesystems import filesystem_of, is_local, patiently, reading
 from prefillcli.runtime.user_cache import KeptEntries
 
@@ -229,19 +229,21 @@ class FileContents:
         try:
             now = list(self._find())
         except PrefillError as error:
-            raise ContentChangedError(f"{error}\n{_ADVICE}") from None
+            raise ContentChangedError(f"{error}\n{_advice()}") from None
         if now != before:
             came, went = set(now) - set(before), set(before) - set(now)
             told = [f"{path} is new" for path in sorted(came)[:1]] + [f"{path} is gone" for path in sorted(went)[:1]]
-            raise ContentChangedError(f"while the job ran, {' and '.join(told) or 'files changed places'}\n{_ADVICE}")
+            what = " and ".join(told) or "files changed places"
+            raise ContentChangedError(f"while the job ran, {what}\n{_advice()}")
 
 
-_ADVICE = "nothing was written from what changed: put it back and continue with --resume, or use --overwrite"
+def _advice() -> str:
+    return f"nothing was written from what changed: put it back and {run_again(or_overwrite=True)}"
 
 
 def changed(path: str, what: str) -> ContentChangedError:
     """Return the error for a file that has changed."""
-    return ContentChangedError(f"{path} changed while the job ran; its fingerprint names another {what}\n{_ADVICE}")
+    return ContentChangedError(f"{path} changed while the job ran; its fingerprint names another {what}\n{_advice()}")
 
 
 def require_same(file: FoundFile) -> None:
@@ -261,7 +263,7 @@ def current(file: FoundFile, what: str) -> Stamp:
             return stamp_of(file.filesystem, file.inner, fresh=True)
     except PrefillError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise ContentChangedError(f"{file.path} is gone while the job ran\n{_ADVICE}") from None
+            raise ContentChangedError(f"{file.path} is gone while the job ran\n{_advice()}") from None
         raise
 
 

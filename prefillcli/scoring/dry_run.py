@@ -113,7 +113,9 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             if (exits := opening.parts.exits) is not None:
                 report.outlooks["exits"], lines = outlook_of(inputs, report.survey, exits.profile)
         counts = report.survey.rows.counts
-        conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+        empty = settings.shard is None and counts.total == 0
+        rate, skip = settings.max_error_rate, settings.skip_empty
+        conclude(report, counts, max_error_rate=rate, empty_input=empty, skip_empty=skip)
     if not settings.quiet and report.status == "complete":
         _print_dry_run(report.safe(), lines)
     return report.summary()

@@ -43,7 +43,7 @@ def piped(settings: ScoreSettings) -> Iterator[Piped]:
 
     Raises ResourceError where they do not fit the disk, and UsageError as `discover`.
     """
-    if not settings.reads_stdin and not settings.writes_stdout:
+    if settings.can_resume:
         yield Piped(settings)
         return
     with tempfile.TemporaryDirectory(prefix="prefill-") as folder:

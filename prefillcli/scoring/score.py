@@ -58,18 +58,19 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     memory = MemoryWatch(clock)
     job: ScoreJob | None = None
     output = metrics_file = None
+    at_end = False
 
     def finish() -> None:
         report.end(clock)
         if job is not None:
             job.fill_report()
         report.take_memory(memory.samples)
-        if output is not None:
+        if output is not None and not at_end:
             leave_earlier_report(report, output, given.shard_of, quiet=given.quiet)
         write_files(report, metrics_file)
 
-    resumable = not (given.reads_stdin or given.writes_stdout)
-    with shell(report, debug=given.debug, resumable=resumable, finish=finish) as stop, memory, ExitStack() as pipes:
+    ended = shell(report, debug=given.debug, can_resume=given.can_resume, finish=finish)
+    with ended as stop, memory, ExitStack() as pipes:
         report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.shard
         with clock.phase("read"), stop.at_once():
             pipe = pipes.enter_context(piped(given))
@@ -80,6 +81,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
             report.report = report_path(output, settings.report, settings.shard_of)
         job = ScoreJob(Run(settings, report, output, clock, stop), granularity)
         job.run()
+        at_end = True
         with stop.at_once():
             pipe.write_out()
     step("")
@@ -124,8 +126,9 @@ class ScoreJob:
             failed = self._judge(sink)
             # A shard's share of errors shows nothing about the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else None
-            skip = settings.skip_empty and sink.empty_input
-        conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, failed=failed)
+            empty = sink.empty_input
+        skip = settings.skip_empty
+        conclude(report, sink.counts, max_error_rate=most, empty_input=empty, skip_empty=skip, failed=failed)
 
     def _open_inputs(self) -> None:
         run, settings, opening = self._run, self._run.settings, self._opening

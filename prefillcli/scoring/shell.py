@@ -16,6 +16,8 @@ from prefillcli.errors import (
     PrefillError,
     ResourceError,
     out_of_resource,
+    resumable,
+    run_again,
     without_secrets,
 )
 from prefillcli.reading.compress.compress import failure
@@ -49,33 +51,34 @@ class Ended:
 
 @contextmanager
 def shell(
-    report: Ending, *, debug: bool, resumable: bool = False, finish: Callable[[], None] = lambda: None
+    report: Ending, *, debug: bool, can_resume: bool = False, finish: Callable[[], None] = lambda: None
 ) -> Iterator[Stop]:
     """Run the body of a job: signals ask it to stop, and any error that ends it goes into the `report`.
 
-    `finish` writes the report, however the job ended. A signal during `finish` does not change how it ended, unless
-    `finish` hangs.
+    Messages advise `--resume` only where it `can_resume`. `finish` writes the report, however the job ended. A signal
+    during `finish` does not change how it ended, unless `finish` hangs.
     """
-    with Stop() as stop:
+    with Stop() as stop, resumable(can_resume):
         try:
             yield stop
         except BaseException as error:
             with stop.held_off():
-                fail(error, report, debug=debug, resumable=resumable)
+                fail(error, report, debug=debug, can_resume=can_resume)
         try:
             with stop.last_step():
                 finish()
         except Interrupted as error:
             with stop.held_off():
-                fail(error, report, debug=debug, resumable=resumable)
+                fail(error, report, debug=debug, can_resume=can_resume)
 
 
 def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *, quiet: bool) -> None:
-    """Write no report of a failed run without rows whose output is there: the report beside it describes that output.
+    """Write no report of a run that ended early without rows, if its output is there: the report beside it describes
+    that output.
 
     What went wrong is on stderr, in the summary on stdout and in the metrics.
     """
-    if report.report is None or report.status == "complete" or report.rows.total:
+    if report.report is None or report.rows.total:
         return
     there, stays, report.report = False, report.report, None  # also if a signal ends the search
     with suppress(PrefillError, OSError):
@@ -87,30 +90,41 @@ def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *,
 
 
 def conclude(
-    report: Ending, counts: Counts, *, max_error_rate: float | None, skip_empty: bool, failed: Sequence[str] = ()
+    report: Ending,
+    counts: Counts,
+    *,
+    max_error_rate: float | None,
+    empty_input: bool,
+    skip_empty: bool,
+    failed: Sequence[str] = (),
 ) -> None:
-    """Record the end of a run that no error or signal ended. `failed` are sentences about an output that differs from
-    expectations.
+    """Record the end of a run that no error or signal ended: this alone decides its exit code.
 
-    It is complete unless it has rows and scored none of them. Without a `max_error_rate` its error rows are not
-    judged: they are a part of an output that is judged as a whole.
+    `failed` are sentences about an output that differs from expectations. A run that scored no row has failed,
+    whatever else is wrong: there are no scores to look at. So has one over an `empty_input`, unless it may be skipped.
+    Without a `max_error_rate` error rows are not judged: they are a part of an output that is judged as a whole.
     """
-    report.status, report.exit_code = "complete", 0
-    judged = max_error_rate is not None
-    failures = list(filter(None, [failure(counts)]))
-    if judged and counts.total and not counts.scored:
-        report.status, failures = "failed", [_none_scored(counts), *failures]
-    if max_error_rate is not None and counts.errors > max_error_rate * counts.total:
+    failures, differs = list(filter(None, [failure(counts)])), list(failed)
+    if empty_input and not skip_empty:
+        failures = [_NO_ROWS]
+    elif max_error_rate is not None and counts.total and not counts.scored:
+        failures = [_none_scored(counts), *failures]
+    elif max_error_rate is not None and counts.errors > max_error_rate * counts.total:
         said = f"{_error_rows(counts)}; --max-error-rate allows {max_error_rate:g}"
-        failed = ["\n".join([said, *_first_failed(counts)]), *failed]
-    if failed:
-        report.exit_code, report.error = NOT_AS_EXPECTED, "\n".join(failed)
-        log.error(report.error, event="gates")
-    elif counts.total == 0 and skip_empty:
+        differs = ["\n".join([said, *_first_failed(counts)]), *differs]
+    report.status, report.exit_code = "complete", 0
+    if failures:
+        report.status, report.exit_code = "failed", 1
+    elif differs:
+        report.exit_code = NOT_AS_EXPECTED
+    elif empty_input:
         report.exit_code = NOTHING_TO_DO
-    elif failures:
-        report.status, report.exit_code, report.error = "failed", 1, "\n".join(failures)
-        log.error(report.error)
+    if failures or differs:
+        report.error = "\n".join([*failures, *differs])
+        log.error(report.error, event="gates" if differs else "message")
+
+
+_NO_ROWS = "the input has no rows\nwhere that is no fault, --skip-empty makes it exit code 99"
 
 
 def _error_rows(counts: Counts) -> str:
@@ -135,14 +149,14 @@ def _first_failed(counts: Counts) -> list[str]:
     ]
 
 
-def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) -> None:
-    """Record the end of a run by an error or a signal; a `resumable` one can go on after a signal."""
+def fail(error: BaseException, report: Ending, *, debug: bool, can_resume: bool) -> None:
+    """Record the end of a run by an error or a signal; after a signal, it goes on where it `can_resume`."""
     if debug:
         log.backtrace("".join(traceback.format_exception(error)))
     report.status = "failed"
     if isinstance(error, Interrupted):
         report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
-        log.error(f"{error}{'; continue with --resume' if resumable else ''}")
+        log.error(f"{error}{f'; {run_again()}' if can_resume else ''}")
         return
     if isinstance(error, PrefillError):
         report.exit_code, report.error = error.exit_code, str(error)

@@ -40,11 +40,12 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
         settings=shown(settings.model_dump(mode="json")),
         output=settings.output,
     )
-    metrics_file = None
+    metrics_file, at_end = None, False
 
     def finish() -> None:
         report.end(clock)
-        leave_earlier_report(report, settings.output, None, quiet=settings.quiet)
+        if not at_end:
+            leave_earlier_report(report, settings.output, None, quiet=settings.quiet)
         write_files(report, metrics_file)
 
     log.event("started", "the merge begins", settings=report.settings)
@@ -53,6 +54,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
             require_apart(settings)
         report.report, metrics_file = report_path(settings.output, settings.report, None), settings.metrics_file
         _run(settings, report, clock, stop)
+        at_end = True
     step("")
     if not settings.quiet and report.status == "complete":
         log.info(_sentence(report))
@@ -79,7 +81,8 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
     rate, skip = settings.max_error_rate, settings.skip_empty
     if "max_error_rate" not in settings.model_fields_set:
         rate = manifest.plan.get("max_error_rate", rate)  # as the shards were given it
-    conclude(report, counts, max_error_rate=rate, skip_empty=skip, failed=failed)
+    empty = counts.total == 0
+    conclude(report, counts, max_error_rate=rate, empty_input=empty, skip_empty=skip, failed=failed)
 
 
 def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) -> Counts:

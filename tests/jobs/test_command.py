@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -162,8 +163,8 @@ def test_the_first_error_rows_are_named_with_their_reason(dry: tuple[str, ...], 
     assert last_line(done.stdout)["error"].splitlines()[1].startswith(f"{names[0]}: missing_column")
 
 
-@pytest.mark.parametrize("flags", [(), ("--on-long", "skip")])
-def test_a_run_that_scored_no_row_is_not_complete(flags: tuple[str, ...], model: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--on-long", "skip"), ("--min-label-mass", 0.5)])
+def test_a_run_that_scored_no_row_has_failed_whatever_else_is_wrong(flags: tuple[str, ...], model: Path) -> None:
     source = write_parquet("in.parquet", prompt=["a long fox " * 50] * 3)
     given = ("score", source, "-m", model, "--max-length", 40, *flags)
     done = prefill(*given, "--max-error-rate", 1)
@@ -171,17 +172,31 @@ def test_a_run_that_scored_no_row_is_not_complete(flags: tuple[str, ...], model:
     line = last_line(done.stdout)
     assert (line["status"], line["rows"]["total"], line["rows"]["scored"]) == ("failed", 3, 0)
     assert "no row was scored" in line["error"]
-    assert prefill(*given, "--dry-run", "--max-error-rate", 1).exit_code == 1
+    if "--min-label-mass" not in flags:
+        assert prefill(*given, "--dry-run", "--max-error-rate", 1).exit_code == 1
     strict = prefill(*given, "--overwrite")
-    assert (strict.exit_code, last_line(strict.stdout)["status"]) == (1 if flags else 3, "failed")
+    assert (strict.exit_code, last_line(strict.stdout)["status"]) == (1, "failed")
+    assert strict.stderr.count("prompt_too_long: ") == (0 if "--on-long" in flags else 3)
 
 
-def test_nothing_to_do_ends_with_99_if_asked(model: Path) -> None:
-    Path("in.jsonl").write_text("\n")
-    assert prefill("score", "in.jsonl", "-m", model).exit_code == 0
-    done = prefill("score", "in.jsonl", "-m", model, "--overwrite", "--skip-empty")
-    assert done.exit_code == 99
-    assert last_line(done.stdout)["rows"]["total"] == 0
+@pytest.mark.parametrize(("name", "content"), [("in.jsonl", "\n"), ("in.csv", "prompt,id\n"), ("in.csv", "")])
+def test_an_input_without_rows_is_no_success(name: str, content: str, model: Path) -> None:
+    Path(name).write_text(content)
+    given = ("score", name, "-m", model)
+    assert prefill(*given, "--dry-run").exit_code == 1
+    first = prefill(*given)
+    line = last_line(first.stdout)
+    assert (first.exit_code, line["status"], line["rows"]["total"]) == (1, "failed", 0)
+    assert "the input has no rows" in line["error"]
+    assert "--skip-empty" in line["error"]
+    assert pq.read_table("in.scores.parquet").num_rows == 0
+    assert {"score", "prediction", "error"} <= set(pq.read_table("in.scores.parquet").column_names)
+    report = Path(line["report"])
+    assert (json.loads(report.read_text())["exit_code"], Path(line["page"]).is_file()) == (1, True)
+    for more, code in ((["--resume"], 1), (["--resume", "--skip-empty"], 99), (["--overwrite"], 1)):
+        done = prefill(*given, *more)
+        assert (done.exit_code, json.loads(report.read_text())["exit_code"]) == (code, code), more
+        assert last_line(done.stdout)["report"] == str(report)
 
 
 def test_too_small_a_memory_budget_ends_with_5(model: Path) -> None:

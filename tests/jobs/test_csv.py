@@ -287,6 +287,20 @@ def test_a_pipe_that_fails_or_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     assert not [name for name in os.listdir("tmp") if name.startswith("prefill-")]
 
 
+def test_a_full_disk_behind_a_pipe_is_no_reason_to_resume(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        stdout = os.dup(1)
+        os.dup2(full.fileno(), 1)
+        try:
+            summary = score("in.csv", "-", **flags(model))
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+    assert summary["exit_code"] == 5
+    assert summary["error"] == "no space left on the device for stdout\nmake room, then run again"
+    assert "--resume" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     with pipe("in.csv", "-o", "-", "--max-error-rate", 0.5) as process:

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief
+from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief, run_again
 from prefillcli.rows.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, ResultRows
 from prefillcli.rows.output.store import Store
 from prefillcli.rows.output.target import Job, write_parquet
@@ -320,16 +320,16 @@ class _WindowParts:
 class PartIndex:
     """The parts of a job by window. Parts are added one by one; their rows are read only when asked for.
 
-    `name` and `again` are for messages: the owner of the parts, and the remedy where rows are missing.
+    `name` and `remedy` are for messages: the owner of the parts, and the remedy where rows are missing.
     """
 
-    def __init__(self, name: str, again: str = "run again with --resume: they are scored again") -> None:
+    def __init__(self, name: str, remedy: str | None = None) -> None:
         self.counts = Counts()  # of all rows in the parts
         # For every column carried from JSON Lines the kinds of its values (see json_columns).
         self.json_kinds: dict[str, set[str]] = {}
         self.next_sequence = 0  # the number of the next part in the job
         self._name = name
-        self._again = again
+        self._remedy = remedy
         self._windows: dict[int, _WindowParts] = {}
         self._rows: dict[int, set[int]] = {}  # of windows that were asked for and are incomplete
 
@@ -429,8 +429,12 @@ class PartIndex:
                 try:
                     found.append(part.result()[1])
                 except DamagedFileError as error:
-                    raise DamagedFileError(f"{error}\n{self._again}") from None
+                    raise DamagedFileError(f"{error}\n{self._advice}") from None
         return pa.concat_tables(found)
 
+    @property
+    def _advice(self) -> str:
+        return self._remedy or f"{run_again()}: they are scored again"
+
     def _wrong(self, window: int) -> PrefillError:
-        return PrefillError(f"{self._name}: not every row of window {window} is there exactly once\n{self._again}")
+        return PrefillError(f"{self._name}: not every row of window {window} is there exactly once\n{self._advice}")

@@ -29,6 +29,7 @@ from prefillcli.errors import (
     OutputExistsError,
     PrefillError,
     UsageError,
+    run_again,
 )
 from prefillcli.rows.filesystems import WORK_ENDING, split_path, writing
 from prefillcli.rows.input.discovery import Partitions
@@ -293,7 +294,7 @@ class _Renamed:
             parent = os.path.dirname(self._place)
             make_folder(parent)
             if _shared(self._target, self._place):  # since the publication began
-                raise PrefillError(f"{self._place} now holds other files too\nrun again with --resume")
+                raise PrefillError(f"{self._place} now holds other files too\n{run_again()}")
             if file_calls.is_folder(self._place):
                 with suppress(OSError):  # the modes of a folder that its users have set up
                     file_calls.copy_modes(self._place, self._new)

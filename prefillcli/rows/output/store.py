@@ -26,7 +26,7 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from pydantic import TypeAdapter
 
-from prefillcli.errors import OutputBusyError, PrefillError, UsageError, without_secrets
+from prefillcli.errors import OutputBusyError, PrefillError, UsageError, run_again, without_secrets
 from prefillcli.rows.filesystems import (
     Failure,
     explained,
@@ -165,7 +165,7 @@ class ObjectLock(Lock):
             self._held = False
             raise OutputBusyError(
                 f"the lock of {self._location} was taken away while this run held it\n"
-                "see which other run writes this output, then continue with --resume"
+                f"see which other run writes this output, then {run_again()}"
             )
 
     def release(self) -> None:
@@ -472,7 +472,7 @@ class RemoteStore:
                 if (found := self._size(name)) != size:
                     raise PrefillError(
                         f"{self.location}/{name} has {found} bytes in the store, but {size} were written\n"
-                        "another program writes there, or the store is damaged: continue with --resume"
+                        f"another program writes there, or the store is damaged: {run_again()}"
                     )
 
     def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:

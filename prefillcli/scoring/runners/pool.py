@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prefillcli.core.request import plan_requests
 from prefillcli.engines.base import PLAIN, Answer, PoolUse, Treatment, WeightsReport, WorkerReport
 from prefillcli.engines.memory_plan import Measured
-from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource, run_again
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import FreePack, Key, Limits, Pack, free_packs, groups_of
@@ -386,8 +386,7 @@ class Dispatcher:
         starts = 1 if seat.ready else seat.starts + 1
         if starts > MOST_STARTS or self._lost_in_a_row > MOST_LOST:
             raise ResourceError(
-                f"worker {worker} {why}, and others before it\n"
-                "the rows so far are kept: when the reason is known, --resume goes on with them"
+                f"worker {worker} {why}, and others before it\nwhen the reason is known, {run_again()}"
             )
         self._seats[worker] = _Seat(starts=starts)
         self._crew.start(self._spec(worker))

@@ -143,7 +143,7 @@ def test_what_every_worker_is_lost_on_is_given_up_and_the_rest_is_done() -> None
 
 def test_workers_that_are_lost_over_and_over_end_the_run() -> None:
     work = Work([[number] * 100 for number in range(60)], Limits(100, 1 << 20))
-    with pytest.raises(ResourceError, match=r"--resume goes on"):
+    with pytest.raises(ResourceError, match="when the reason is known, run again"):
         run(SimulatedCrew(2, dies=lambda worker, task: True), work.groups)
 
 

@@ -193,7 +193,7 @@ def test_a_resumed_job_may_have_another_number_of_workers(
     killing.append(12)
     stopped = score(rows, "out.parquet", **flags(model, workers=2))
     assert stopped["exit_code"] == 5
-    assert "--resume goes on" in stopped["error"]
+    assert "continue with --resume" in stopped["error"]
     before = read_report("out.run.json")["rows"]["scored"]
     assert 0 < before < 70
     killing.clear()
