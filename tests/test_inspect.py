@@ -333,9 +333,9 @@ def test_row_that_is_not_there() -> None:
 
 def test_error_row_is_told_with_its_code() -> None:
     pq.write_table(pa.table({"id": ["a", "\x1b[31m", "a"], "prompt": ["fox", None, "dog"]}), "in.parquet")
-    assert failure("in.parquet", *MODEL, "--row", 1) == (1, "row 1 has no score: null_prompt: the prompt is null")
+    assert failure("in.parquet", *MODEL, "--row", 1) == (1, "row 1 has no score: skipped_empty: the prompt is null")
     code, error = failure("in.parquet", *MODEL, "--row", "\x1b[31m", "--id-column", "id")
-    assert (code, error) == (1, "row 1 (␛[31m) has no score: null_prompt: the prompt is null")
+    assert (code, error) == (1, "row 1 (␛[31m) has no score: skipped_empty: the prompt is null")
     assert line_of(prefill("inspect", "in.parquet", *MODEL, "--row", "a", "--id-column", "id"))["row"] == 0
 
 

@@ -314,7 +314,7 @@ def test_a_real_failure_says_what_is_wrong(home: Path) -> None:
     assert done.returncode == 2
     assert "none" in done.stderr
     pq.write_table(pa.table({"id": ["a", "b"], "prompt": ["yes", None]}), home / "in.parquet")
-    done = nightly(home)
+    done = nightly(home, "--empty-text", "error")
     assert done.returncode == 3
     assert "null_prompt" in done.stderr
 

@@ -71,20 +71,19 @@ class RerankBuilder(PromptBuilder):
         for at, row in enumerate(batch.rows.tolist()):
             if row not in errors:
                 query, document = (batch.columns[name][at] for name in PAIR)
-                wrong = _fault(QUERY, query) or _fault(DOCUMENT, document)
+                wrong = self._fault(QUERY, query) or self._fault(DOCUMENT, document)
                 yield (row, wrong, None) if wrong else (row, *self._literal(_messages(query, document), joined=True))
+
+    def _fault(self, name: str, value: Any) -> RowError | None:
+        if value is None:
+            return self.no_text(ErrorCode.NULL_PROMPT, f"the {name} is null")
+        if not isinstance(value, str):
+            return RowError(ErrorCode.WRONG_TYPE, f"the {name} is {type(value).__name__}, not text")
+        return self.no_text(ErrorCode.EMPTY_PROMPT, f"the {name} is empty") if not value.strip() else None
 
 
 def _messages(query: str, document: str) -> list[dict[str, str]]:
     return [{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}]
-
-
-def _fault(name: str, value: Any) -> RowError | None:
-    if value is None:
-        return RowError(ErrorCode.NULL_PROMPT, f"the {name} is null")
-    if not isinstance(value, str):
-        return RowError(ErrorCode.WRONG_TYPE, f"the {name} is {type(value).__name__}, not text")
-    return RowError(ErrorCode.EMPTY_PROMPT, f"the {name} is empty") if not value or value.isspace() else None
 
 
 def own_labels(found: Reranker, opened: Opened) -> Labels | None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prefillcli.models.open import Opened
 
 _TOGETHER = 512  # texts that are tokenised at a time
-_NO_PROMPT = (ErrorCode.NULL_PROMPT, ErrorCode.EMPTY_PROMPT)
+_NO_PROMPT = (ErrorCode.NULL_PROMPT, ErrorCode.EMPTY_PROMPT, ErrorCode.SKIPPED_EMPTY)
 
 
 def has_prompts(settings: Any, available: Sequence[str]) -> bool:

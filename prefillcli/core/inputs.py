@@ -113,6 +113,7 @@ class Inputs:
             choices=chat_choices(settings),
             max_length=min(settings.max_length or opened.max_length, opened.max_length),
             on_long=settings.on_long,
+            empty_text=settings.empty_text,
             vocab_size=files.config.vocab_size,
             literal=settings.literal,
             max_row_bytes=memory.parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,

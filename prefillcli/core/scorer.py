@@ -31,8 +31,11 @@ class Granularity:
 
     batch_rows: int = BATCH_ROWS
     window_rows: int = MAX_ROWS
-    flush_seconds: float = 15.0
-    """Finished rows are written at least this often, between two answers of the engine."""
+    flush_seconds: float = 10.0
+    """Finished rows are written this long after the last ones, at the next answer of the engine. A job that is killed
+    loses what it has computed since then: this, and the time of a pack (`PACK_SECONDS`)."""
+    first_flush_seconds: float = 5.0
+    """The same for the first rows of a run."""
     block_tokens: int = BLOCK_TOKENS
     """The fewest tokens of a prefix that is handed from one window to the next."""
 

@@ -22,7 +22,7 @@ REDUCED = "reduced"  # the entry of a job's plan for the sizes of chunks and pac
 TEXTS = "texts"
 # Seconds that a pack may take: by the profile where there is one, else on a CPU by counted operations and the speed of
 # its products. Finished rows are written between packs, so a run that is stopped loses about this much.
-PACK_SECONDS = 20.0
+PACK_SECONDS = 10.0
 LEAST_PACK_TOKENS = 512  # fewer would not keep the cores busy
 
 

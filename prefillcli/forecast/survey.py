@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 
 class SurveyRows(BaseModel):
-    """Rows of the input. `total` = `prompts` + `errors` + `skipped`."""
+    """Rows of the input. `total` = `prompts` + `errors` + `skipped` + `empty`."""
 
     total: int = 0
     prompts: int = 0  # that will be scored
     errors: int = 0
     skipped: int = 0  # over-long rows under --on-long skip
+    empty: int = 0  # rows without text under --empty-text skip
     errors_by_code: dict[str, int] = Field(default_factory=dict)
     too_long: int = 0  # longer than --max-length, whatever --on-long does with them
     truncated: int = 0  # of these, shortened
@@ -46,7 +47,7 @@ class SurveyRows(BaseModel):
     @property
     def counts(self) -> Counts:
         """The counts of the rows if the prompts were scored."""
-        counts = Counts(self.total, self.prompts, self.errors, self.skipped, self.errors_by_code)
+        counts = Counts(self.total, self.prompts, self.errors, self.skipped, self.empty, self.errors_by_code)
         counts.tallies.failed = self.failed
         return counts
 
@@ -145,7 +146,8 @@ def _lines(survey: Survey) -> Iterator[tuple[str, str]]:
     if rows.errors:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
         counts += f", {counted(rows.errors, 'error')} ({codes})"
-    yield "rows", counts + (f", {rows.skipped:,} skipped" if rows.skipped else "")
+    apart = {"skipped": rows.skipped, "empty": rows.empty}
+    yield "rows", ", ".join([counts, *(f"{number:,} {name}" for name, number in apart.items() if number)])
     if rows.too_long:
         shortened = f", {rows.truncated:,} shortened" if rows.truncated else ""
         yield "too long", counted(rows.too_long, "row") + shortened
@@ -213,9 +215,9 @@ class InputStatistics:
     def rows(self, more_errors: Counter[str]) -> SurveyRows:
         """Return rows by their outcome, with errors that were found elsewhere."""
         codes, rows = self._codes + more_errors, self._rows.model_copy()
-        rows.skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
+        rows.skipped, rows.empty = codes.pop(ErrorCode.SKIPPED_TOO_LONG, 0), codes.pop(ErrorCode.SKIPPED_EMPTY, 0)
         rows.errors, rows.errors_by_code = codes.total(), dict(sorted(codes.items()))
-        rows.prompts = rows.total - rows.errors - rows.skipped
+        rows.prompts = rows.total - rows.errors - rows.skipped - rows.empty
         rows.too_long = rows.truncated + rows.skipped + codes[ErrorCode.PROMPT_TOO_LONG]
         return rows
 

@@ -502,7 +502,7 @@ def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
     prompts, errors = builder.build(batch, inputs.labels)
     errors |= {prompt.row: error for prompt in prompts for error in (prompt.failed or {}).values()}
     for row, error in errors.items():
-        raise UsageError(f"{OPTION} {texts[row]!r}: no prompt can be made of it: {error.code}: {error.detail}")
+        raise UsageError(f"{OPTION} {texts[row]!r}: no prompt can be made of it: {error.detail}")
     return prompts
 
 

@@ -347,6 +347,13 @@ class PromptOptions(Settings):
         PROMPTS,
         changes="scores",
     )
+    empty_text: Literal["skip", "error"] = option(
+        "skip",
+        "What to do with a row whose text is null or blank. skip: it has no answer and is counted apart, not as an "
+        "error. error: it is an error row.",
+        PROMPTS,
+        changes="scores",
+    )
 
     literal: bool = option(
         True,

@@ -218,6 +218,7 @@ class ScorerOptions(TypedDict, total=False):
     answer_prefix: str | None
     max_length: int | None
     on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
+    empty_text: Literal["skip", "error"]
     literal: bool
     max_row_bytes: str | int | None
     labels: str | Sequence[str]

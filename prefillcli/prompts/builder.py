@@ -137,6 +137,7 @@ class PromptSettings:
     choices: ChatChoices = AS_USUAL  # how chats are rendered, and what stands after them
     max_length: int  # longest prompt in tokens
     on_long: OnLong = "error"  # the treatment of longer ones
+    empty_text: Literal["skip", "error"] = "error"  # whether a row without text is left out, or an error
     vocab_size: int  # token ids are below this
     literal: bool = True  # whether the text of a control token in the data stays plain text
     # Longest row, and longest prompt made from one, in bytes; None: `default_row_bytes`.
@@ -308,6 +309,7 @@ class PromptBuilder:
         parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
         further = [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
+        further.append(settings.empty_text if settings.empty_text == "skip" else None)
         text = json.dumps([*parts, *filter(None, further)])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -507,23 +509,28 @@ class PromptBuilder:
         if isinstance(value, str):
             return self._from_text(row, value)
         if value is None:
-            return RowError(ErrorCode.NULL_PROMPT, "the prompt is null")
+            return self.no_text(ErrorCode.NULL_PROMPT, "the prompt is null")
         if isinstance(value, dict):
             return RowError(ErrorCode.WRONG_TYPE, f"the prompt is an object ({named(value)}), not text or messages")
         if not isinstance(value, list | np.ndarray):
             return RowError(ErrorCode.WRONG_TYPE, f"the prompt is {type(value).__name__}, not text")
         if len(value) == 0:
             ids = isinstance(value, np.ndarray) or self._takes_ids
-            return RowError(ErrorCode.INVALID_TOKEN_IDS if ids else ErrorCode.EMPTY_PROMPT, "the list is empty")
+            if ids:
+                return RowError(ErrorCode.INVALID_TOKEN_IDS, "the list is empty")
+            return self.no_text(ErrorCode.EMPTY_PROMPT, "the list is empty")
         if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
             return self._from_ids(row, value)
         return self._from_messages(row, value)
 
+    def no_text(self, code: ErrorCode, detail: str) -> RowError:
+        """Return the reason why a row without text has no score: its `code` is only for rows that count as errors."""
+        return RowError(ErrorCode.SKIPPED_EMPTY if self.settings.empty_text == "skip" else code, detail)
+
     def _from_text(self, row: int, text: str) -> RawPrompt | RowError:
         if not text or text.isspace():
-            return RowError(
-                ErrorCode.EMPTY_PROMPT, "the prompt is white space only" if text else "the prompt is empty"
-            )
+            what = "white space only" if text else "empty"
+            return self.no_text(ErrorCode.EMPTY_PROMPT, f"the prompt is {what}")
         wrong = text_error(text, "the prompt", self.max_row_bytes)
         if wrong is not None:
             return wrong
@@ -805,11 +812,11 @@ class EncoderBuilder(PromptBuilder):
         if isinstance(value, RowError):
             return value
         if value is None:
-            return RowError(ErrorCode.NULL_PROMPT, "the second text is null")
+            return self.no_text(ErrorCode.NULL_PROMPT, "the second text is null")
         if not isinstance(value, str):
             return RowError(ErrorCode.WRONG_TYPE, f"the second text is {type(value).__name__}, not text")
         if not value or value.isspace():
-            return RowError(ErrorCode.EMPTY_PROMPT, "the second text is empty")
+            return self.no_text(ErrorCode.EMPTY_PROMPT, "the second text is empty")
         return text_error(value, "the second text", self.max_row_bytes) or [first, (value, marks)]
 
     def _spelt(self, text: str, marks: Marks | None) -> str:

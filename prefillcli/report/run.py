@@ -60,12 +60,13 @@ SCHEMA_VERSION = 1
 
 
 class Rows(BaseModel):
-    """Rows of the input. `total` = `scored` + `errors` + `skipped`."""
+    """Rows of the input. `total` = `scored` + `errors` + `skipped` + `empty`."""
 
     total: int = 0
     scored: int = 0
     errors: int = 0
     skipped: int = 0  # over-long rows under --on-long skip
+    empty: int = 0  # rows without text under --empty-text skip
     errors_by_code: dict[str, int] = Field(default_factory=dict)
 
 
@@ -366,7 +367,7 @@ class RunReport(BaseModel):
         """Take over the counts of the output's rows."""
         rows, tallies = self.rows, counts.tallies
         rows.total, rows.scored = counts.total, counts.scored
-        rows.errors, rows.skipped = counts.errors, counts.skipped
+        rows.errors, rows.skipped, rows.empty = counts.errors, counts.skipped, counts.empty
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
         self.means = {name: own.total / own.rows for name, own in tallies.means.items() if own.rows}
@@ -564,10 +565,14 @@ def _rows(report: RunReport) -> Section:
         counts += f", {counted(rows.errors, 'error')} ({codes})"
     if rows.skipped:
         counts += f", {rows.skipped:,} skipped"
+    if rows.empty:
+        counts += f", {rows.empty:,} empty"
     section = Section(lines=[("rows", counts)], tiles=[("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")])
     if rows.skipped:
         section.tiles.append(("skipped", f"{rows.skipped:,}"))
-    results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped}
+    if rows.empty:
+        section.tiles.append(("empty", f"{rows.empty:,}"))
+    results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped, "empty": rows.empty}
     section.metric("rows_total", "Rows of the output by result.", results, "result")
     section.metric("rows_errors", "Error rows of the output by code.", rows.errors_by_code, "code")
     if report.mean_score is not None:
@@ -630,6 +635,8 @@ def _results(report: RunReport) -> list[Bar]:
     failed = dict(sorted(report.rows.errors_by_code.items(), key=lambda pair: -pair[1]))
     if report.rows.skipped:
         failed[ErrorCode.SKIPPED_TOO_LONG] = report.rows.skipped
+    if report.rows.empty:
+        failed[ErrorCode.SKIPPED_EMPTY] = report.rows.empty
     return [
         *_counted(values, report.rows.total, kinds),
         *_counted(failed, report.rows.total, dict.fromkeys(failed, "alarm")),

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, run_again, without_secrets
 from prefillcli.runtime import file_calls, log
@@ -278,6 +278,29 @@ def writing(path: str) -> Iterator[None]:
 
 def _no_handles(path: str) -> ResourceError:
     return ResourceError(f"cannot open {path}: too many open files\nallow more with `ulimit -n`, then {run_again()}")
+
+
+def require_reachable(path: str) -> os.stat_result:
+    """Return what the file system says of an entry of a local folder.
+
+    Raises UsageError, which names it, for a broken link and whatever else cannot be looked at: left out of a listing,
+    its rows would be missing without a word.
+    """
+    try:
+        return os.stat(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if os.path.islink(path):
+            raise UsageError(
+                f"{path}: a link to {os.readlink(path)}, which cannot be reached: {reason}\n"
+                "mount or restore what it leads to, or remove the link"
+            ) from None
+        raise UsageError(f"cannot read {path}: {reason}") from None
+
+
+def unreadable_folder(error: OSError) -> NoReturn:
+    """Raise UsageError for a folder that cannot be listed: the `onerror` of `os.walk`."""
+    raise UsageError(f"cannot read {error.filename}: {error.strerror or error}") from None
 
 
 _POINTER = b"version https://git-lfs.github.com/spec/"

@@ -20,7 +20,7 @@ from typing import IO, Any
 from blake3 import blake3
 
 from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillError, UsageError, run_again
-from prefillcli.rows.filesystems import filesystem_of, is_local, patiently, reading
+from prefillcli.rows.filesystems import filesystem_of, is_local, patiently, reading, require_reachable
 from prefillcli.runtime.user_cache import KeptEntries
 
 # A file that changed more recently than this could change again unnoticed: file times have steps of up to 2 seconds,
@@ -344,6 +344,9 @@ class ModelContents:
 
     def __init__(self, folder: str | Path) -> None:
         self._root = Path(folder)
+        for path in sorted(self._root.iterdir()) if self._root.is_dir() else ():
+            if is_model_file(path.name):  # a file that is missing may be optional, and the model another one without
+                require_reachable(str(path))
         self._gguf = bool(gguf_parts(self._root))
         self._files = [_found(path) for path in self._find()]
         self._contents = FileContents(self._files, "model", lambda: [str(path) for path in self._find()])

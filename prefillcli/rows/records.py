@@ -45,8 +45,16 @@ class ErrorCode(StrEnum):
         member._value_, member.meaning, member.is_error = code, meaning, is_error
         return member
 
-    NULL_PROMPT = "null_prompt", "the prompt is null"
-    EMPTY_PROMPT = "empty_prompt", "the prompt is empty or white space only"
+    NULL_PROMPT = "null_prompt", "the prompt is null (--empty-text error)"
+    EMPTY_PROMPT = (
+        "empty_prompt",
+        "the prompt is empty or white space only (--empty-text error), or the tokenizer makes no token of it",
+    )
+    SKIPPED_EMPTY = (
+        "skipped_empty",
+        "the text is null, empty or white space only (--empty-text skip); does not count as an error",
+        False,
+    )
     ROW_TOO_LARGE = (
         "row_too_large",
         "the row, or the prompt made of it, has more bytes than --max-row-bytes",

@@ -37,6 +37,7 @@ STANDS_FOR = {
         "answer_prefix",
         "max_length",
         "on_long",
+        "empty_text",
         "literal",
         "max_row_bytes",
         "pair_column",

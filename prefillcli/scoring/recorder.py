@@ -246,7 +246,9 @@ class Recorder:
     """Writes finished rows, and counts their tokens. It is the `Receiver` of the windows of a job.
 
     Several windows may be open at a time. Nothing is written once the files of the model, or of the rows, have changed
-    since the fingerprint was made. Finished rows are written at least every `Granularity.flush_seconds`.
+    since the fingerprint was made. Finished rows are written as often as `Granularity` says. Only finished rows are
+    written, so that the clock has no part in their scores, and at most a few parts a minute, so that there are never
+    too many.
     """
 
     def __init__(self, run: Run, rows: Callable[[], Expected | None], forecast: RemainingTime | None = None) -> None:
@@ -267,6 +269,8 @@ class Recorder:
             int, tuple[Window, Finished]
         ] = {}  # finished rows that are not written, by the window's index
         self._flushed = time.monotonic()
+        granularity = run.scorer.granularity
+        self._wait = min(granularity.first_flush_seconds, granularity.flush_seconds)  # seconds until rows are written
         self._begun = False  # whether a window has begun
 
     @contextmanager
@@ -319,7 +323,7 @@ class Recorder:
         self._progress.advance(len(finished.errors))
         self._open[window.index][1].add(finished)
         self.first_window.take(window, finished.rows)
-        if finished.rows and time.monotonic() - self._flushed > self._run.scorer.granularity.flush_seconds:
+        if finished.rows and time.monotonic() - self._flushed > self._wait:
             for each, unwritten in list(self._open.values()):
                 if unwritten.rows:
                     self._flush(each, unwritten)
@@ -352,7 +356,7 @@ class Recorder:
                 carried=finished.carried,
             )
         finished.rows, finished.errors = [], {}
-        self._flushed = time.monotonic()
+        self._flushed, self._wait = time.monotonic(), self._run.scorer.granularity.flush_seconds
 
     # As a `Listener` of `prefillcli.scoring.loop`.
 

@@ -298,7 +298,7 @@ def _check(settings: InspectSettings) -> None:
 def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
     asked = ["labels"] if isinstance(inputs.asking, LabelAsking) else ["questions", "question", "format"]
-    names = ["template", "prompt_column", "system", "max_length", "on_long", *asked, "temperature"]
+    names = ["template", "prompt_column", "system", "max_length", "on_long", "empty_text", *asked, "temperature"]
     names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
     groups: list[type[Settings]] = [InspectOptions] if compresses(settings) else []
     groups += [AdapterOptions] if settings.adapter else []

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefillcli.errors import DamagedFileError, PrefillError, UsageError
+from prefillcli.errors import DamagedFileError, PrefillError, UsageError, counted
 from prefillcli.rows.output import Shard, parts
+from prefillcli.rows.output.columns import Counts
 from prefillcli.rows.output.sink import shards_beside
 from prefillcli.rows.output.store import Beat
 from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, duration, rows_of
 
+_ROWS = ("done", "saved", "errors", "empty", "total")
 _STATES = {"running": "is running", "stopped": "has stopped", "complete": "is complete"}
 
 
@@ -25,7 +28,9 @@ class Status:
     output: str
     status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if that cannot be found out
     exit_code: int = 0
-    rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
+    # `done` is what a running job has computed, and `saved` what it would keep if it were killed now. A job that has
+    # stopped has done what it saved. `errors` and `empty` are among the saved ones.
+    rows: dict[str, int | None] = field(default_factory=lambda: dict.fromkeys(_ROWS))
     estimated: bool = False  # whether the total is an estimate
     rows_per_second: float | None = None
     expected_end: str | None = None
@@ -80,8 +85,8 @@ def _add_up(shards: Sequence[Status], count: int, status: Status) -> None:
     status.status = "running" if "running" in states else "stopped"
     if states == {"complete"} and len(shards) == count:
         status.status = "unmerged"
-    done = [each.rows["done"] for each in shards]
-    status.rows["done"] = sum(each or 0 for each in done)
+    for name in ("done", "saved", "errors", "empty"):
+        status.rows[name] = sum(each.rows[name] or 0 for each in shards)
     if status.status == "unmerged":
         status.rows["total"] = status.rows["done"]
     rates = [each.rows_per_second for each in shards if each.rows_per_second is not None]
@@ -103,14 +108,17 @@ def _find_out(target: Target, status: Status) -> None:
     running = beat is not None and beat.alive() if held is None else held
     if running:
         status.status = "running"
+        _take_saved(_in_parts(target), status)
     elif manifest is not None and manifest.state == "complete" and (target.shard is not None or target.exists()):
         status.status, status.updated = "complete", manifest.updated
-        total = manifest.counts.total if manifest.counts is not None else None
-        status.rows = {"done": total, "total": total}
+        if manifest.counts is not None:
+            _take_saved(manifest.counts, status)
+        status.rows["done"] = status.rows["total"] = status.rows["saved"]
         return
     elif begun or beat is not None or target.shard is not None:
         status.status = "stopped"
-        status.rows["done"] = _rows_in_parts(target)
+        _take_saved(_in_parts(target), status)
+        status.rows["done"] = status.rows["saved"]
     elif target.published() is not None:
         status.status = "complete"
         return
@@ -131,19 +139,21 @@ def _take(beat: Beat, status: Status) -> None:
             status.expected_end = end.isoformat(timespec="seconds")
 
 
-def _rows_in_parts(target: Target) -> int:
-    # Rows that `--resume` need not score again, damaged parts left out.
-    rows = 0
-    for name in filter(parts.is_part, target.work.names()):
-        try:
-            rows += parts.read_part(target.work, name, [])[0].counts.total
-        except DamagedFileError:
-            continue
-    return rows
+def _take_saved(counts: Counts, status: Status) -> None:
+    status.rows |= {"saved": counts.total, "errors": counts.errors, "empty": counts.empty}
+
+
+def _in_parts(target: Target) -> Counts:
+    # The rows that `--resume` need not score again, damaged parts left out.
+    counts = Counts()
+    for _, part in parts.read_parts(target.work, filter(parts.is_part, target.work.names()), []):
+        with suppress(DamagedFileError):  # a running job removes its parts when it ends
+            counts.add(part.result()[0].counts)
+    return counts
 
 
 def _sentence(status: Status) -> str:
-    done, total = status.rows["done"], status.rows["total"]
+    done, saved, errors, empty, total = (status.rows[name] for name in _ROWS)
     text = f"{status.output} is {status.status}"
     if status.status == "unmerged":
         text = f"all shards of {status.output} are complete, and are to be joined with prefill merge"
@@ -152,6 +162,10 @@ def _sentence(status: Status) -> str:
     if done is not None:
         expected = None if total is None else Expected(total, not status.estimated)
         text += f": {rows_of(done, expected)}" + (f" ({min(done / total, 1):.1%})" if total else "")
+    apart = {"error": errors, "empty text": empty}
+    text += "".join(f", {counted(number, name)}" for name, number in apart.items() if number)
+    if status.status == "running" and saved is not None:
+        text += f", {saved:,} of them saved"
     if status.rows_per_second is not None:
         text += f", {status.rows_per_second:,.1f} rows/s"
     if status.expected_end is not None:
@@ -163,4 +177,4 @@ def _sentence(status: Status) -> str:
     for shard in status.shards:
         rows = shard["rows"]["done"]
         text += f"\nshard {shard['shard']} {_STATES[shard['status']]}" + ("" if rows is None else f": {rows_of(rows)}")
-    return text + ("\ncontinue with --resume" if status.status == "stopped" else "")
+    return text + ("\nthese rows are saved: continue with --resume" if status.status == "stopped" else "")

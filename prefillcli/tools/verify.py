@@ -37,7 +37,7 @@ class Verification:
 
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []
-        # The counts of the output, as far as it can be read; `errors` includes the rows that were skipped.
+        # The counts of the output, as far as it can be read; `errors` includes the rows that were left out.
         self.rows = {"total": 0, "scored": 0, "errors": 0}
         self._target = target
         self._manifest = self._find_manifest()
@@ -129,7 +129,11 @@ class Verification:
     def _compare_counts(self) -> None:
         counts: Counts | None = self._manifest.counts if self._manifest is not None else None
         if counts is not None:
-            expected = {"total": counts.total, "scored": counts.scored, "errors": counts.errors + counts.skipped}
+            expected = {
+                "total": counts.total,
+                "scored": counts.scored,
+                "errors": counts.errors + counts.skipped + counts.empty,
+            }
             if expected != self.rows:
                 self._add(f"the output has {_counted(self.rows)}; its job wrote {_counted(expected)}")
 

@@ -231,17 +231,20 @@ def test_an_empty_night_is_skipped(airflow: Airflow) -> None:
     assert run.states == {"score": "skipped", "check": "skipped"}, run.log
 
 
-def test_a_night_with_bad_rows_fails_in_the_check_without_another_try(airflow: Airflow) -> None:
+def test_a_night_with_bad_rows_fails_in_the_check_without_another_try(
+    airflow: Airflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = pq.read_table(SAMPLES / "labeling.parquet").slice(0, 50)
-    prompts = [None, *table["prompt"].to_pylist()[1:]]
+    prompts = [None, "", *table["prompt"].to_pylist()[2:]]
     pq.write_table(
         table.set_column(table.column_names.index("prompt"), "prompt", [prompts]),
         airflow.home / "in" / "2026-01-05.parquet",
     )
+    monkeypatch.setitem(airflow.environment, "PREFILL_EMPTY_TEXT", "error")
     run = airflow.run("2026-01-05")
     assert airflow.codes == ["0"], run.log
     assert run.states == {"score": "success", "check": "failed"}, run.log
-    assert "1 of 50 rows failed: {'null_prompt': 1}" in run.log
+    assert "2 of 50 rows failed: {'empty_prompt': 1, 'null_prompt': 1}" in run.log
 
 
 def test_a_night_that_fails_for_good_has_one_try(airflow: Airflow, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,8 +205,12 @@ LONG = {"name": "long", "template": "{{ 1 / (text | length - 3) }}", "labels": [
         ([REFUND, NUMBER], {}, "no column of the prompt of the question number holds text"),
         ([OWN | {"when": None}], {"calibrate_columns": "kind"}, "column text keeps its value, but it differs"),
         ([REFUND], {"calibrate_columns": "prose"}, "the prompt has no such column\nit has: text"),
-        ([REFUND], {"calibrate_with": ""}, "--calibrate-with '': no prompt can be made of it: empty_prompt"),
-        ([REFUND, LONG], {}, "--calibrate-with 'N/A': no prompt can be made of it: template_error: question long: "),
+        (
+            [REFUND],
+            {"calibrate_with": ""},
+            "--calibrate-with '': no prompt can be made of it: question refund: the prompt is empty",
+        ),
+        ([REFUND, LONG], {}, "--calibrate-with 'N/A': no prompt can be made of it: question long: "),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True])

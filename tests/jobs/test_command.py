@@ -49,7 +49,7 @@ def assert_stable_report(path: str) -> dict:
     for part, keys in STABLE_PARTS.items():
         assert report[part].keys() >= keys
     rows = report["rows"]
-    assert rows["total"] == rows["scored"] + rows["errors"] + rows["skipped"]
+    assert rows["total"] == rows["scored"] + rows["errors"] + rows["skipped"] + rows["empty"]
     return report
 
 
@@ -134,15 +134,16 @@ def test_progress_lines_off_a_terminal_are_plain_and_say_when(model: Path) -> No
 
 def test_error_rows_above_the_allowed_rate_end_with_3(model: Path) -> None:
     source = write_parquet("in.parquet", prompt=["fox", None, "dog", ""])
-    strict = prefill("score", source, "-m", model)
+    given = ("score", source, "-m", model, "--empty-text", "error")
+    strict = prefill(*given)
     assert strict.exit_code == 3
     assert "2 of 4 rows" in strict.stderr
     line = last_line(strict.stdout)
     assert (line["status"], line["exit_code"]) == ("complete", 3)
     assert line["rows"]["errors_by_code"] == {"null_prompt": 1, "empty_prompt": 1}
     assert len(read_output("in.scores.parquet")) == 4
-    assert prefill("score", source, "-m", model, "--overwrite", "--max-error-rate", "0.4").exit_code == 3
-    assert prefill("score", source, "-m", model, "--overwrite", "--max-error-rate", "0.5").exit_code == 0
+    assert prefill(*given, "--overwrite", "--max-error-rate", "0.4").exit_code == 3
+    assert prefill(*given, "--overwrite", "--max-error-rate", "0.5").exit_code == 0
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])

@@ -87,7 +87,7 @@ def test_scores_of_csv_are_bit_for_bit_those_of_the_same_rows_as_parquet(name: s
     assert score("in.parquet", "a.parquet", **flags(SAMPLE))["exit_code"] == 0
     summary = score(name, "b.parquet", **flags(SAMPLE), csv_quoting="quotes")  # as the csv module writes both
     assert summary["exit_code"] == 0
-    assert summary["rows"]["errors_by_code"] == {"empty_prompt": 1}
+    assert (summary["rows"]["empty"], summary["rows"]["errors"]) == (1, 0)
     assert pq.read_schema("b.parquet").remove_metadata() == pq.read_schema("a.parquet").remove_metadata()
     assert without_seconds("b.parquet") == without_seconds("a.parquet")
     reports = [json.loads(Path(f"{each}.run.json").read_text())["evaluation"] for each in "ab"]
@@ -115,7 +115,8 @@ def test_a_csv_output_holds_the_values_of_a_parquet_output(model: Path, source: 
     for inputs in ([], [source]):
         verified = verify_job(name, inputs)
         assert (verified["exit_code"], verified["problems"]) == (0, [])
-    assert status_job(name)["rows"] == {"done": COUNT, "total": COUNT}
+    rows = status_job(name)["rows"]
+    assert (rows["done"], rows["saved"], rows["total"]) == (COUNT, COUNT, COUNT)
     assert score(source, name, **flags(model))["exit_code"] == 2
     assert score(source, name, resume=True, **flags(model))["exit_code"] == 0
     Path(name).write_bytes(Path(name).read_bytes().replace(b"No", b"Yes", 1))
@@ -197,7 +198,7 @@ def test_a_calibration_is_the_same_from_csv(model: Path) -> None:
 def test_rejects_in_csv_are_the_input_of_another_job(model: Path) -> None:
     with open("in.csv", "a") as file:
         file.write("too,few\n")
-    assert score("in.csv", rejects="bad.csv", **flags(model))["exit_code"] == 0
+    assert score("in.csv", rejects="bad.csv", **flags(model, empty_text="error"))["exit_code"] == 0
     rows = of_csv("bad.csv")
     assert [(row["row"], row["id"], row["error"]) for row in rows] == [
         (str(COUNT - 1), IDS[-1], "empty_prompt"),

@@ -57,6 +57,7 @@ JOBS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "many packs, offloaded": (SHARED, {"pack_tokens": 150, "prefix_kv": "offload", "schedule": "fifo"}),
     "many packs, fifo, little memory": (SHARED, {"pack_tokens": 200, "schedule": "fifo", **LITTLE}),
     "error rows": (["fox", None, "", "dog " * 900, *SHARED], {"max_length": 300, "max_error_rate": 1}),
+    "empty rows as errors": (["fox", None, "", *SHARED], {"max_error_rate": 1, "empty_text": "error"}),
     "skipped rows": (["dog " * 900, *SHARED], {"max_length": 300, "on_long": "skip"}),
     "shortened rows": (["dog " * 900, *SHARED], {"max_length": 100, "on_long": "truncate-left"}),
     "no rows": ([], {}),
@@ -69,7 +70,7 @@ def test_a_dry_run_plans_what_the_run_computes(job: str, model: Path) -> None:
     source = write_jsonl("in.jsonl", [{"prompt": prompt} for prompt in prompts])
     flags = {"memory": "64MiB", **flags}
     survey = dry_run(source, model, **flags)["survey"]
-    assert score(source, model=model, **flags)["exit_code"] == 0
+    assert score(source, model=model, **flags)["exit_code"] == (0 if prompts else 1)
     report = read_report()
     plan = chosen(survey["plans"])
     assert plan["computed_tokens"] == report["tokens"]["computed"]
@@ -78,7 +79,7 @@ def test_a_dry_run_plans_what_the_run_computes(job: str, model: Path) -> None:
     assert survey["prompt_tokens"] == report["tokens"]["prompt"]
     rows = survey["rows"]
     assert (rows["total"], rows["prompts"]) == (report["rows"]["total"], report["rows"]["scored"])
-    for key in ("errors", "skipped", "errors_by_code"):
+    for key in ("errors", "skipped", "empty", "errors_by_code"):
         assert rows[key] == report["rows"][key]
     assert rows["truncated"] == sum(bool(row["truncated"]) for row in read_output("out.parquet"))
 
@@ -130,7 +131,7 @@ def test_the_last_line_and_the_tables(model: Path) -> None:
     assert done.exit_code == 0
     line = last_line(done.stdout)
     assert (line["status"], line["dry_run"], line["report"]) == ("complete", True, "r/own.dry-run.json")
-    assert line["rows"]["errors_by_code"] == {"null_prompt": 1}
+    assert (line["rows"]["empty"], line["rows"]["errors_by_code"]) == (1, {})
     assert line["predicted_seconds"] is None
     for text in (
         "31 to score of 32",

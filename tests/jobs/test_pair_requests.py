@@ -123,7 +123,7 @@ def test_what_a_body_asks_in_vain_is_an_error_of_its_line(kind: str, request: py
     for row, (_, said) in zip(refused, REFUSED, strict=True):
         assert (row["response"], row["error"]["code"]) == (None, "invalid_request"), row
         assert said in row["error"]["message"]
-    assert blank["error"]["code"] == "empty_prompt"
+    assert blank["error"]["code"] == "skipped_empty"
     assert blank["error"]["message"].startswith("pair 2: ")
     assert len(right["response"]["body"]["data"]) == 3
 

@@ -364,14 +364,17 @@ def test_a_prompt_in_place_of_a_path_is_told_apart(scorer: prefillcli.Scorer) ->
 
 
 def test_error_rows_are_rows_or_an_exception_that_has_them(scorer: prefillcli.Scorer) -> None:
-    rows = [PROMPTS[0], None, "  ", PROMPTS[1]]
-    assert scorer.score(rows)["error"].to_pylist() == [None, "null_prompt", "empty_prompt", None]
+    rows = [PROMPTS[0], "\ud83d", "fox " * 200_000, PROMPTS[1]]
+    codes = ["invalid_utf8", scorer.score(rows)["error"][2].as_py()]
+    assert scorer.score(rows)["error"].to_pylist() == [None, *codes, None]
     with pytest.raises(prefillcli.FailedRowsError) as failed:
         scorer.score(rows, on_error="raise")
-    text = "2 of 4 rows have no score (empty_prompt 1, null_prompt 1); row 1: null_prompt"
+    text = f"2 of 4 rows have no score (invalid_utf8 1, {codes[1]} 1); row 1: invalid_utf8"
     assert str(failed.value).startswith(text)
     assert without_seconds(failed.value.table) == without_seconds(scorer.score(rows))
     assert scorer.score(PROMPTS, on_error="raise").num_rows == 6
+    empty = scorer.score([PROMPTS[0], None, "  "], on_error="raise")
+    assert empty["error"].to_pylist() == [None, "skipped_empty", "skipped_empty"]
     with pytest.raises(prefillcli.UsageError, match="on_error='stop': use 'row' or 'raise'"):
         scorer.score(PROMPTS, on_error="stop")  # type: ignore[arg-type]
 

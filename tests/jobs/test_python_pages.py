@@ -46,8 +46,8 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(names["scored"].columns[:3]) != []
     assert names["some"].column_names[:3] == ["id", "day", "score"]
     assert names["some"].num_rows == 100
-    assert names["table"]["error"].to_pylist() == [None, "null_prompt"]
-    assert capsys.readouterr().out.startswith("1 of 2 rows have no score (null_prompt 1); ")
+    assert names["table"]["error"].to_pylist() == [None, "invalid_utf8"]
+    assert capsys.readouterr().out.startswith("1 of 2 rows have no score (invalid_utf8 1); ")
 
 
 def test_the_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:

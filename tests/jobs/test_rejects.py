@@ -23,7 +23,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flags(model: Path, **more: Any) -> dict[str, Any]:
-    given = {"model": model, "id_column": "id", "max_length": 200, "max_error_rate": 0.5}
+    given = {"model": model, "id_column": "id", "max_length": 200, "max_error_rate": 0.5, "empty_text": "error"}
     return given | {"memory": "64MiB"} | more
 
 

@@ -12,10 +12,16 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from prefillcli.core.scorer import Granularity
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.rows.output.sink import Sink
+from tests.jobs import jobs
 from tests.jobs.jobs import read_output, read_report, score, texts, without_seconds, write_jsonl, write_parquet
 from tests.jobs.models import CHAT_TEMPLATE, save_model
 from tests.jobs.processes import Command, Hold, cut_small_windows, flush_often
@@ -352,6 +358,36 @@ def test_a_truncated_gzip_keeps_the_windows_before_the_damage(model: Path, capsy
     assert "different input" in capsys.readouterr().err
     assert score("in.jsonl.gz", overwrite=True, **flags(model))["exit_code"] == 0
     assert len(read_output("out.parquet")) == 300
+
+
+@pytest.mark.parametrize("seconds", [1.0, 4.0])
+def test_what_is_computed_is_saved_within_twenty_seconds(
+    model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """By a clock on which each pack takes this long: no window ends, and the scores are those of another clock."""
+    monkeypatch.setattr(jobs, "granularity", Granularity())
+    source, given = make_input(), flags(model) | {"pack_tokens": 30}
+    score(source, "other.parquet", **given)
+    now, saved = [0.0], [0.0]
+    answer, write = TorchEngine.answer, Sink.write
+
+    def slowly(self: TorchEngine, *more: Any) -> Any:
+        now[0] += seconds
+        return answer(self, *more)
+
+    def noted(self: Sink, *more: Any, **named: Any) -> None:
+        write(self, *more, **named)
+        saved.append(now[0])
+
+    monkeypatch.setattr("prefillcli.scoring.recorder.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(TorchEngine, "answer", slowly)
+    monkeypatch.setattr(Sink, "write", noted)
+    assert score(source, **given)["exit_code"] == 0
+    assert saved[1] <= 5 + 2 * seconds
+    assert max(np.diff(saved)) <= 20
+    assert now[0] > 25
+    assert len(saved) <= 3 + now[0] / 10, "parts are few, however long the run"
+    assert without_seconds() == without_seconds("other.parquet")
 
 
 def test_ids_repeated_across_a_resume_are_still_errors(model: Path) -> None:

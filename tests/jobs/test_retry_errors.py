@@ -28,6 +28,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flags(model: Path, **more: Any) -> dict[str, Any]:
     given = {"model": model, "id_column": "id", "pack_tokens": 64, "max_error_rate": 0.5}
+    given["empty_text"] = "error"
     return given | {"memory": "64MiB"} | more
 
 

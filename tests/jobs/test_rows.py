@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from prefillcli.tools.status import status_job
 from tests.jobs.jobs import (
     TOLERANCE,
     Reference,
@@ -55,7 +56,7 @@ def test_a_bad_line_is_an_error_row_of_its_own(model: Path, reference: Reference
     }
     more = [b'{"id": "i", "prompt": "\\ud800"}', b"[1, 2]", {"id": "j", "prompt": good[1]}]
     source = write_jsonl("in.jsonl", [*lines.values(), *more])
-    summary = score(source, model=model, id_column="id", max_length=120)
+    summary = score(source, model=model, id_column="id", max_length=120, empty_text="error")
     rows = read_output("out.parquet")
     codes = [row["error"] for row in rows]
     assert codes == [*lines, "invalid_utf8", "wrong_type", None]
@@ -77,9 +78,9 @@ def test_a_bad_parquet_row_is_an_error_row_of_its_own(model: Path, reference: Re
     rows = read_output("out.parquet")
     assert [row["error"] for row in rows] == [
         None,
-        "null_prompt",
-        "empty_prompt",
-        "empty_prompt",
+        "skipped_empty",
+        "skipped_empty",
+        "skipped_empty",
         "invalid_utf8",
         "prompt_too_long",
         "duplicate_id",
@@ -119,6 +120,34 @@ def test_long_prompts_are_errors_or_skipped(model: Path, on_long: str, codes: li
     assert summary["exit_code"] == (3 if on_long == "error" else 0)
     assert summary["rows"]["skipped"] == (0 if on_long == "error" else 1)
     assert summary["rows"]["errors"] == (1 if on_long == "error" else 0)
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.csv"])
+def test_rows_without_text_are_counted_apart_and_are_no_errors(model: Path, output: str) -> None:
+    source = write_jsonl(
+        "in.jsonl", [{"prompt": text, "id": at} for at, text in enumerate(["fox", None, "", " \t", 7])]
+    )
+    given: dict[str, Any] = {"model": model, "id_column": "id", "rejects": "bad.jsonl"}
+    summary = score(source, output, **given, max_error_rate=0.2)
+    assert summary["exit_code"] == 0
+    counted = {"total": 5, "scored": 1, "errors": 1, "skipped": 0, "empty": 3, "errors_by_code": {"wrong_type": 1}}
+    assert summary["rows"] == counted == read_report(summary["report"])["rows"]
+    rows = read_output(output)
+    assert [row["error"] for row in rows] == [None, *["skipped_empty"] * 3, "wrong_type"]
+    assert_error_rows_are_empty(rows)
+    assert [row["id"] for row in read_output("bad.jsonl")] == [4]
+    page = Path(summary["page"]).read_text()
+    assert "3 empty" in page or ">empty<" in page
+    assert status_job(output, quiet=True)["rows"]["empty"] == 3
+    # No error row is left to be scored again, and another treatment of such rows is another job.
+    assert score(source, output, **given, max_error_rate=0.2, resume=True)["exit_code"] == 0
+    assert score(source, output, **given, empty_text="error", resume=True)["exit_code"] == 4
+
+
+def test_a_file_of_empty_texts_alone_is_no_success(model: Path) -> None:
+    summary = score(write_parquet("in.parquet", prompt=[None, "", " "]), model=model)
+    assert (summary["exit_code"], summary["status"]) == (1, "failed")
+    assert summary["error"] == "no row was scored: 3 have no text (--empty-text skip)"
 
 
 @pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle"])
@@ -292,7 +321,7 @@ def test_an_input_without_rows_gives_an_output_without_rows(model: Path) -> None
     Path("in.jsonl").write_text("")
     for path in (source, "in.jsonl"):
         summary = score(path, model=model, overwrite=True)
-        assert summary["exit_code"] == 0
+        assert summary["exit_code"] == 1
         assert summary["mean_score"] is None
         assert pq.read_table("out.parquet").num_rows == 0
         assert score(path, model=model, overwrite=True, skip_empty=True)["exit_code"] == 99

@@ -31,7 +31,7 @@ def make_input(kind: str = "parquet") -> Path:
 
 
 def flags(model: Path, **more: Any) -> dict[str, Any]:
-    return {"model": model, "id_column": "id", "max_error_rate": 0.5, "max_length": 100, **more}
+    return {"model": model, "id_column": "id", "max_error_rate": 0.5, "max_length": 100, "empty_text": "error", **more}
 
 
 def test_every_phase_of_the_clock_is_a_key_of_the_report() -> None:

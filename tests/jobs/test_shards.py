@@ -146,10 +146,11 @@ def test_more_shards_than_rows_leave_some_without_which_is_no_empty_night(model:
 
 def test_an_empty_input_is_an_empty_output_or_nothing_to_do(model: Path) -> None:
     write_parquet("in.parquet", prompt=pa.array([], pa.string()))
-    for skip, code in ((False, 0), (True, 99)):
+    for skip, code in ((False, 1), (True, 99)):
         for number in (1, 2):
             done = score("in.parquet", shard=f"{number}/2", model=model, resume=True, skip_empty=skip)
             assert done["exit_code"] == code
+    assert "the input has no rows" in merge()["error"]
     merged = merge(skip_empty=True)
     assert (merged["exit_code"], merged["rows"]["total"]) == (99, 0)
     assert pq.read_schema("out.parquet").names[:2] == ["row", "score"]
@@ -317,7 +318,7 @@ def test_error_rows_are_judged_for_the_whole(model: Path) -> None:
     options = flags(model, max_error_rate=0.0)
     shards(path, 2, **options)
     merged = merge(max_error_rate=0.0)
-    assert (merged["exit_code"], merged["rows"]["errors"]) == (3, 3)
+    assert (merged["exit_code"], merged["rows"]["errors"], merged["rows"]["empty"]) == (3, 1, 2)
     assert merge(max_error_rate=0.05)["exit_code"] == 0
 
 
@@ -479,7 +480,10 @@ def test_status_knows_every_shard(model: Path, capsys: pytest.CaptureFixture[str
     assert found["rows"]["done"] == sum(each["rows"]["done"] for each in found["shards"]) > 0
     score("in.parquet", shard="1/2", resume=True, **flags(model))
     found = status_job("out.parquet")
-    assert (found["status"], found["rows"]) == ("unmerged", {"done": ROWS, "total": ROWS})
+    assert (found["status"], found["rows"]) == (
+        "unmerged",
+        {"done": ROWS, "saved": ROWS, "errors": 1, "empty": 2, "total": ROWS},
+    )
     said = capsys.readouterr().err
     assert "are to be joined with prefill merge" in said
     assert "\nshard 1/2 is complete: " in said

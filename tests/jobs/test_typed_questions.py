@@ -168,13 +168,15 @@ def test_an_answer_depends_on_no_name_and_no_other_question(
         assert found == usual[at]  # the same bits
 
 
-@pytest.mark.parametrize(("document", "code"), [(None, "null_prompt"), ("", "empty_prompt"), (" \n", "empty_prompt")])
-def test_a_row_without_a_document_is_an_error_row(model: Path, document: str | None, code: str) -> None:
-    write_parquet("in.parquet", text=["A fox.", document, "A dog."])
-    assert score(Path("in.parquet"), model=model, ask="Is it an animal?", max_error_rate=1)["exit_code"] == 0
+@pytest.mark.parametrize("empty_text", ["skip", "error"])
+def test_a_row_without_a_document_is_left_out_or_an_error_row(model: Path, empty_text: str) -> None:
+    write_parquet("in.parquet", text=["A fox.", None, "", " \n", "A dog."])
+    done = score(Path("in.parquet"), model=model, ask="Is it an animal?", empty_text=empty_text)
+    assert done["exit_code"] == (0 if empty_text == "skip" else 3)
     rows = read_output("out.parquet")
-    assert [row["error"] for row in rows] == [None, code, None]
-    assert rows[1]["answer"] is None
+    errors = ["null_prompt", "empty_prompt", "empty_prompt"] if empty_text == "error" else ["skipped_empty"] * 3
+    assert [row["error"] for row in rows] == [None, *errors, None]
+    assert [row["answer"] for row in rows[1:4]] == [None] * 3
 
 
 @pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle", "truncate-right"])

@@ -157,17 +157,19 @@ def test_running_then_killed_then_complete(here: Path, model: Path, monkeypatch:
     running = status_job("run.parquet")
     assert (running["status"], running["exit_code"]) == ("running", 0)
     assert running["rows"]["total"] == COUNT
+    assert running["rows"]["done"] >= running["rows"]["saved"] > 0
     assert running["owner"].startswith("process ")
     assert verify_job("run.parquet")["exit_code"] == 1
     command.kill()
     stopped = status_job("run.parquet")
     assert stopped["status"] == "stopped"
-    assert 0 < stopped["rows"]["done"] < COUNT
+    assert stopped["rows"]["done"] == stopped["rows"]["saved"] == running["rows"]["saved"] < COUNT
     assert "no output" in verify_job("run.parquet")["problems"][0]
     flags = {"model": model, "id_column": "id", "pack_tokens": 64, "max_error_rate": 1, "resume": True}
     assert score("in.parquet", "run.parquet", **flags)["exit_code"] == 0
     complete = status_job("run.parquet")
-    assert (complete["status"], complete["rows"]) == ("complete", {"done": COUNT, "total": COUNT})
+    rows = complete["rows"]
+    assert (complete["status"], rows["done"], rows["saved"], rows["total"]) == ("complete", COUNT, COUNT, COUNT)
     assert not Path("run.parquet.prefill/heartbeat.json").exists()
 
 
@@ -178,10 +180,13 @@ def test_the_pace_and_the_expected_end_are_told(here: Path, capsys: pytest.Captu
         while store.names() != ["heartbeat.json"]:
             pass
         status = status_job(url)
-        assert (status["status"], status["rows"]) == ("running", {"done": 250, "total": 1000})
+        assert (status["status"], status["rows"]) == (
+            "running",
+            {"done": 250, "saved": 0, "errors": 0, "empty": 0, "total": 1000},
+        )
         assert status["rows_per_second"] == 12.5
         assert status["expected_end"] > status["updated"]
-        assert "250 of 1,000 rows (25.0%), 12.5 rows/s, to end about" in capsys.readouterr().err
+        assert "250 of 1,000 rows (25.0%), 0 of them saved, 12.5 rows/s, to end about" in capsys.readouterr().err
     assert status_job(url)["status"] == "failed", "it came to its end, and nothing was written"
 
 

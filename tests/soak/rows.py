@@ -54,7 +54,7 @@ def _rows(total: int, long_rows: set[int], rng: np.random.Generator) -> Iterator
             prompt = f"{_TASK}\n{sentence} {number}.\nQuestion: Is it about {asked}? Answer:"
         row: dict[str, object] = {"id": f"night-{number:07}", "prompt": prompt, "long": number in long_rows}
         if number % WRONG_EVERY == WRONG_EVERY - 1:
-            row |= {"prompt": None, "wrong": "null_prompt"}
+            row |= {"prompt": None, "wrong": "skipped_empty"}
         elif number % WRONG_EVERY == WRONG_EVERY // 2:
             row |= {"id": f"night-{number // 2:07}", "wrong": "duplicate_id"}
         yield row

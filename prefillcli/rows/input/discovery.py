@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +18,15 @@ import pyarrow as pa
 from fsspec.utils import glob_translate
 
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.rows.filesystems import WORK_ENDING, filesystem_of, is_local, is_url, refuse_pointer
+from prefillcli.rows.filesystems import (
+    WORK_ENDING,
+    filesystem_of,
+    is_local,
+    is_url,
+    refuse_pointer,
+    require_reachable,
+    unreadable_folder,
+)
 from prefillcli.rows.proof import FoundFile, stamp_of
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -194,7 +203,7 @@ def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[InputFile], lis
     fixed = _glob_root(inner)
     found: list[InputFile] = []
     left_out: list[str] = []
-    for name in sorted(filesystem.glob(inner)):
+    for name in sorted(_local_matches(inner) if is_local(filesystem) else filesystem.glob(inner)):
         if not _visible(name, fixed):
             continue
         if filesystem.isdir(name):
@@ -209,14 +218,42 @@ def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[InputFile], lis
     return found, left_out
 
 
+def _local_matches(pattern: str) -> Iterator[str]:
+    # Files and folders that match, through symbolic links, as `_walk_local` finds them: fsspec leaves out what it
+    # cannot look at, and with `**` linked folders.
+    fixed, bare = _glob_root(pattern), pattern.rstrip("/")
+    matches = re.compile(glob_translate(bare)).fullmatch
+    for path, is_folder in _candidates(fixed or "/", PurePosixPath(bare[len(fixed) :]).parts[1:], set()):
+        if matches(path) and (is_folder or bare == pattern):
+            yield path
+
+
+def _candidates(folder: str, parts: Sequence[str], seen: set[str]) -> Iterator[tuple[str, bool]]:
+    # Visible entries below a folder that these last parts of a glob may match, and whether each is a folder.
+    anywhere = parts[0] == "**"
+    if anywhere and (real := os.path.realpath(folder)) in seen:
+        return
+    elif anywhere:
+        seen.add(real)
+    matches = re.compile(glob_translate(parts[0])).fullmatch
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        unreadable_folder(error)
+    for name in names:
+        path = os.path.join(folder, name)
+        if (anywhere or matches(name)) and _visible(path, folder):
+            is_folder = stat.S_ISDIR(require_reachable(path).st_mode)
+            yield path, is_folder
+            rest = parts if anywhere else parts[1:]
+            if is_folder and rest:
+                yield from _candidates(path, rest, seen)
+
+
 def _walk_local(root: str) -> Iterator[str]:
     # Files below `root`, through symbolic links, each folder once.
     seen: set[str] = set()
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, subfolders, names in os.walk(root, onerror=fail, followlinks=True):
+    for folder, subfolders, names in os.walk(root, onerror=unreadable_folder, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
             subfolders.clear()
@@ -225,7 +262,7 @@ def _walk_local(root: str) -> Iterator[str]:
         subfolders.sort()
         for name in names:
             path = os.path.join(folder, name)
-            if os.path.isfile(path):
+            if _visible(path, root) and stat.S_ISREG(require_reachable(path).st_mode):
                 yield path
 
 

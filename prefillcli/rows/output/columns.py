@@ -1200,12 +1200,13 @@ def _audited_exits(rows: pa.Table, prefix: str) -> dict[str, AuditedExits]:
 
 @dataclass
 class Counts:
-    """Numbers of output rows: `total` = `scored` + `errors` + `skipped`."""
+    """Numbers of output rows: `total` = `scored` + `errors` + `skipped` + `empty`."""
 
     total: int = 0
     scored: int = 0
     errors: int = 0
     skipped: int = 0  # rows left out for their length, as the user asked; not errors
+    empty: int = 0  # rows without text, which are no errors either
     errors_by_code: dict[str, int] = field(default_factory=dict)
     score_sum: float = 0.0
     # Rows of `scored` whose results are those of an earlier output, as far as that is known.
@@ -1239,9 +1240,10 @@ class Counts:
         hold JSON. `means` and `first` are as for `Tallies.of_rows`.
         """
         codes = _counted(rows["error"])
-        skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         scored, score_sum = len(rows) - rows["score"].null_count, pc.sum(rows["score"]).as_py() or 0.0
-        found = Counts(len(rows), scored, sum(codes.values()), skipped, codes, score_sum)
+        found = Counts(len(rows), scored, score_sum=score_sum)
+        found.skipped, found.empty = codes.pop(ErrorCode.SKIPPED_TOO_LONG, 0), codes.pop(ErrorCode.SKIPPED_EMPTY, 0)
+        found.errors, found.errors_by_code = sum(codes.values()), codes
         found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means, first=first)
         if TAKEN_OVER in rows.column_names:
             found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0

@@ -146,10 +146,10 @@ def test_control_tokens_in_a_pair_stay_text(bert: Path, rows: Path) -> None:
     assert np.flatnonzero(differ).tolist() == [5]
 
 
-def test_second_texts_that_are_none_are_errors_of_their_rows(bert: Path, rows: Path) -> None:
+def test_rows_without_a_second_text_are_left_out(bert: Path, rows: Path) -> None:
     write_parquet(rows, prompt=["fox", "fox", "fox"], text_pair=["dog", None, " "])
-    score(rows, model=bert, pair_column="text_pair", max_error_rate=1)
-    assert [row["error"] for row in read_output("out.parquet")] == [None, "null_prompt", "empty_prompt"]
+    score(rows, model=bert, pair_column="text_pair")
+    assert [row["error"] for row in read_output("out.parquet")] == [None, "skipped_empty", "skipped_empty"]
 
 
 def test_workers_and_batches_that_run_out_of_memory_change_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from prefillcli.errors import UsageError
 from prefillcli.rows.input.discovery import discover, would_find
+from prefillcli.rows.proof import ModelContents
 
 
 def touch(root: Path, *names: str) -> None:
@@ -63,6 +65,59 @@ def test_a_loop_of_symbolic_links_ends_and_a_linked_directory_is_read(tmp_path: 
     (tmp_path / "in/loop").symlink_to(tmp_path / "in")
     (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
     assert names(tmp_path, "in") == ["in/a.jsonl", "in/more/b.jsonl"]
+
+
+@pytest.mark.parametrize("link", ["b.jsonl", "share", "day=2", "x/share"])
+@pytest.mark.parametrize("given", ["in", "in/*", "in/**/*.jsonl", "i*/*", "i*/**"])
+def test_a_link_that_leads_nowhere_is_refused_by_its_name(tmp_path: Path, link: str, given: str) -> None:
+    touch(tmp_path, "in/a.jsonl", "in/x/c.jsonl", "in/x/y/d.jsonl")
+    (tmp_path / "in" / link).symlink_to(tmp_path / "mnt" / "unmounted")
+    with pytest.raises(UsageError) as refused:
+        names(tmp_path, given)
+    assert str(tmp_path / "in" / link) in str(refused.value)
+    assert "unmounted" in str(refused.value)
+    touch(tmp_path / "mnt/unmounted", "new.jsonl")  # mounted
+    if link != "b.jsonl":
+        assert {"in/x/c.jsonl", f"in/{link}/new.jsonl"} <= set(names(tmp_path, given))
+
+
+def test_a_link_that_no_input_asks_for_may_lead_anywhere(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.jsonl", "in/x/c.jsonl")
+    for name in ("in/.#a.jsonl", "in/_old", "in/other.txt", "in/x/z.csv"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    assert names(tmp_path, "in/a*", "in/x/*.jsonl") == ["in/a.jsonl", "in/x/c.jsonl"]
+
+
+@pytest.mark.parametrize("given", ["in", "in/*", "in/*/*.jsonl", "in/**"])
+def test_a_folder_that_cannot_be_listed_is_refused_by_its_name(
+    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "in/x/a.jsonl", "in/y/a.jsonl")
+    closed, listdir, scandir = str(tmp_path / "in/y"), os.listdir, os.scandir
+
+    def refuse(real: Any) -> Any:  # as for other users than root
+        def listed(path: Any = ".") -> Any:
+            if str(path) == closed:
+                raise PermissionError(13, "Permission denied", closed)
+            return real(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "listdir", refuse(listdir))
+    monkeypatch.setattr(os, "scandir", refuse(scandir))
+    with pytest.raises(UsageError) as refused:
+        names(tmp_path, given)
+    assert f"cannot read {closed}: Permission denied" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "model-00002-of-00002.safetensors", "generation_config.json"])
+def test_a_model_with_a_file_that_leads_nowhere_is_refused(tmp_path: Path, name: str) -> None:
+    touch(tmp_path, "config.json", "model-00001-of-00002.safetensors", "notes.txt")
+    (tmp_path / "blobs").symlink_to(tmp_path / "nowhere")
+    assert len(ModelContents(tmp_path).paths) == 2
+    (tmp_path / name).symlink_to(tmp_path / "blobs/4711")
+    with pytest.raises(UsageError, match=f"{name}: a link to .*4711"):
+        ModelContents(tmp_path)
 
 
 def test_a_relative_path_is_shown_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_parquet(folder / "in.parquet", id=[f"r{i}" for i in range(ROWS)], prompt=prompts)
     with pytest.MonkeyPatch.context() as patch:  # the windows of DRIVER
         patch.setattr("tests.jobs.jobs.granularity", Granularity(batch_rows=10, window_rows=40))
-        flags = {"model": folder / "model", "id_column": "id", "threads": 1, **SIZES}  # the actors have one thread too
+        flags = {
+            "model": folder / "model",
+            "id_column": "id",
+            "threads": 1,
+            "empty_text": "error",
+            **SIZES,
+        }  # the actors have one thread too
         done = score(folder / "in.parquet", folder / "one.parquet", **flags)
     assert done["exit_code"] == 3  # for the row without a prompt
     return folder
@@ -80,7 +86,7 @@ class Driver:
 
     def __init__(self, job: Path, *flags: object, address: str | None = None) -> None:
         words: list[object] = ["score", job / "in.parquet", "-m", job / "model", "-o", "out.parquet"]
-        words += ["--id-column", "id", "--runner", "ray", "--workers", "2"]
+        words += ["--empty-text", "error", "--id-column", "id", "--runner", "ray", "--workers", "2"]
         words += [word for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
         words += ["--ray-address", address] if address else []
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -177,7 +177,7 @@ def test_error_rows_are_left_out_with_a_note() -> None:
     assert result.exit_code == 0, result.output
     (workload,) = saved().workloads
     assert workload.rows == 1
-    assert workload.notes == ["left out: 2 rows with an error (empty_prompt 1, null_prompt 1)"]
+    assert workload.notes == ["left out: 2 rows with an error (skipped_empty 2)"]
     assert workload.reference_able is False
     assert "the model cannot do this task" in result.stderr
 
