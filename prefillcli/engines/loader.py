@@ -17,8 +17,7 @@ from prefillcli.models.rehearsal import rehearsal_of
 from prefillcli.models.weights import plan_quantisation, plan_resident
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity, keep_blocks
-from prefillcli.runtime.user_cache import compiler_file
-from prefillcli.walk.attention import compiled_kernel, has_kernel_instructions, ruled_out
+from prefillcli.walk.attention import KERNEL, ruled_out, why_no_library
 from prefillcli.walk.fusion import check_compiler, compiled
 from prefillcli.walk.walk import FASTEST, LayerWalk
 
@@ -118,5 +117,6 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
 
 def _tell_missing_compiler() -> None:
     # An empty CXX says that nothing should be compiled.
-    if has_kernel_instructions() and os.environ.get("CXX") != "" and not (compiled_kernel() or compiler_file()):
-        log.info("there is no C++ compiler here, so attention takes up to twice the time: install g++, or set CXX=''")
+    if os.environ.get("CXX") != "" and (why := why_no_library(KERNEL)) is not None:
+        reason, _, cure = why.partition("\n")
+        log.info(f"attention takes up to twice the time, because {reason}: {cure}, or set CXX=''")

@@ -104,11 +104,16 @@ def held_bytes(files: ModelFiles, device: torch.device, *, streams: bool = False
 def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:
     """Raise UsageError if products in smaller numbers take longer on the device than those in `dtype`."""
     slower = times_as_long(kind, _name(dtype), device)
-    if slower > 1:
+    if slower <= 1:
+        return
+    said = f"--compute {kind}: products take {slower:.1f} times as long in {kind} as in {_name(dtype)} on this "
+    why = attention.why_no_library(attention.PRODUCTS) if device.type == "cpu" and kind == "int8" else None
+    if why is not None:
+        reason, _, cure = why.partition("\n")
         raise UsageError(
-            f"--compute {kind}: products take {slower:.1f} times as long in {kind} as in {_name(dtype)} on this "
-            f"{_kind(device)}, so it would only cost time\nleave it out"
+            f"{said}{_kind(device)} without the compiled kernel: {reason}\n{cure}, or leave --compute out"
         )
+    raise UsageError(f"{said}{_kind(device)}, so it would only cost time\nleave it out")
 
 
 def times_as_long(form: str, than: str, device: torch.device) -> float:

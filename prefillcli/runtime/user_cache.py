@@ -17,6 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from prefillcli.errors import brief
+
 
 def cache_folder() -> Path:
     """Return `$XDG_CACHE_HOME/prefillcli`, or `~/.cache/prefillcli`. It need not exist yet.
@@ -97,7 +99,7 @@ def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL 
     source, its flags and the compiler's version. Its OpenMP symbols must be in the process already, so that it shares
     the threads of the package that loaded them.
     """
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    try:
         source = resources.files(package).joinpath(name).read_bytes()
         beside = resources.files(package).joinpath(_BESIDE).joinpath(_file_name(name, source, flags))
         if beside.is_file():
@@ -114,7 +116,28 @@ def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL 
             made = _compile(compiler, source, flags, Path(folder))
             _keep(made, file)
             return ctypes.CDLL(str(made))
+    except subprocess.CalledProcessError as error:
+        said = os.fsdecode(error.stderr or b"").strip().splitlines()
+        _faults[name] = said[0] if said else str(error)
+    except (OSError, subprocess.SubprocessError) as error:
+        _faults[name] = brief(error)
     return None
+
+
+_faults: dict[str, str] = {}  # by the C++ file, what its compiler or loader said last
+
+
+def why_not_compiled(name: str) -> str:
+    """Return why `load_compiled` did not load this C++ file, and a cure after a line break."""
+    named = os.environ.get("CXX")
+    if named == "":
+        return "CXX is empty, and then nothing is compiled\nunset it"
+    if _compiler() is None:
+        there_is = "there is no C++ compiler" if named is None else f"CXX names {named}, which is not there"
+        return f"{there_is}\ninstall g++" + ("" if named is None else ", and unset CXX")
+    if name in _faults:
+        return f"the C++ compiler failed: {_faults[name]}\nname another one in CXX"
+    return "torch comes without GNU's OpenMP\ninstall torch from PyPI or pytorch.org"
 
 
 def compile_beside(package: str, name: str, flags: Sequence[str]) -> Path:

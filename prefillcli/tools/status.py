@@ -132,7 +132,7 @@ def _take(beat: Beat, status: Status) -> None:
     status.owner, status.updated = str(beat.owner), beat.updated.isoformat()
     status.rows["total"], status.estimated = beat.pace.total, beat.pace.estimated
     if status.status == "running":
-        status.rows["done"] = int(beat.pace.rows)
+        status.rows["done"] = max(int(beat.pace.rows), status.rows["saved"] or 0)  # the beat may be older than a part
         status.rows_per_second = beat.pace.rows_per_second
         if beat.pace.seconds_left is not None:
             end = beat.updated + datetime.timedelta(seconds=beat.pace.seconds_left)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prefillcli.runtime.user_cache import compile_beside, load_compiled, share_openmp
+from prefillcli.runtime.user_cache import compile_beside, load_compiled, share_openmp, why_not_compiled
 
 #: Each way with a description. "blocks" runs everywhere, and takes the place of a way that is ruled out.
 PATHS: dict[str, str] = {
@@ -329,7 +329,8 @@ def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
     )
 
 
-SOURCES = ("forest_attention.cpp", "int8_products.cpp", "layer_passes.cpp", "unpack_blocks.cpp")
+KERNEL, PRODUCTS = "forest_attention.cpp", "int8_products.cpp"
+SOURCES = (KERNEL, PRODUCTS, "layer_passes.cpp", "unpack_blocks.cpp")
 _STRICT = "-ffp-contract=off"
 
 
@@ -368,12 +369,20 @@ def compiled_library(name: str, package: str = "prefillcli.walk") -> ctypes.CDLL
     return None
 
 
+def why_no_library(name: str) -> str | None:
+    """Return why a C++ file of the walk is not compiled here although this processor could run it, and a cure after a
+    line break. None if it is, or could not be run."""
+    if not has_kernel_instructions() or compiled_library(name) is not None:
+        return None
+    return why_not_compiled(name)
+
+
 @cache
 def compiled_kernel() -> ForestKernel | None:
     """The kernel, if this machine can compile and run it."""
     if not has_kernel_instructions():
         return None
-    library = compiled_library("forest_attention.cpp")
+    library = compiled_library(KERNEL)
     return None if library is None else ForestKernel(library)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from prefillcli.errors import brief
 from prefillcli.plan.pack import Pack
 from prefillcli.walk.attention import (
+    KERNEL,
     LANES,
     PATHS,
     Shift,
@@ -31,6 +32,7 @@ from prefillcli.walk.attention import (
     merge_into,
     ruled_out,
     takes,
+    why_no_library,
 )
 from prefillcli.walk.cuda_kernels import attend_by_flex, attend_sequences, lacks_flex, mask_of, sequence_tables
 from prefillcli.walk.layout import Chunk, KeyWindow, Tree
@@ -360,7 +362,7 @@ def _lacks_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
         return "for bfloat16 and float32 on CPUs"
     if not has_kernel_instructions():
         return "the processor has no AVX2"
-    return None if compiled_kernel() is not None else "no C++ compiler, or no OpenMP of GNU in torch"
+    return None if compiled_kernel() is not None else (why_no_library(KERNEL) or "").partition("\n")[0]
 
 
 def _lacks_flash(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -317,7 +317,7 @@ def _multiple(size: int, step: int) -> int:
 @cache
 def int8_kernel() -> Int8Kernel | None:
     """The kernel, if this machine can compile and run it, and its products are right."""
-    library = compiled_library("int8_products.cpp")
+    library = compiled_library(attention.PRODUCTS)
     if library is None or not hasattr(library, "prefill_int8_product"):
         return None
     kernel = Int8Kernel(library)

@@ -21,6 +21,8 @@ from prefillcli.models.open import open_models
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.rows.output.sink import Sink
+from prefillcli.runtime import user_cache
+from prefillcli.walk import attention
 from prefillcli.walk.attention import compiled_kernel
 from tests.jobs import jobs
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, texts, write_parquet
@@ -187,3 +189,30 @@ def test_smaller_numbers_that_are_slower_are_refused(half: Path, ratio: Ratio) -
     ratio(6.0)
     error = job(half, compute="int8", max_flips=0.1)["error"]
     assert "--compute int8: products take 6.0 times as long in int8 as in float32 on this processor" in error
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason", "cure"),
+    [
+        (None, "there is no C++ compiler", "install g++"),
+        ("", "CXX is empty, and then nothing is compiled", "unset it"),
+        ("no-such-compiler", "CXX names no-such-compiler, which is not there", "install g++, and unset CXX"),
+        ("sh bad.sh", "the C++ compiler failed: bad.cpp: no such header", "name another one in CXX"),
+    ],
+)
+def test_smaller_numbers_that_are_slow_for_want_of_a_compiler_say_so(
+    half: Path, ratio: Ratio, compiler: str | None, reason: str, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("bad.sh").write_text('[ "$1" = --version ] && exit 0\necho "bad.cpp: no such header" >&2; exit 1\n')
+    monkeypatch.setattr(user_cache, "COMPILERS", ())
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CXX", compiler.replace("bad.sh", str(Path("bad.sh").resolve())))
+    monkeypatch.setattr(attention, "has_kernel_instructions", lambda: True)
+    monkeypatch.setattr(attention, "compiled_library", attention.compiled_library.__wrapped__)
+    ratio(6.0)
+    error = job(half, compute="int8", max_flips=0.1)["error"]
+    assert error == (
+        "--compute int8: products take 6.0 times as long in int8 as in float32 on this processor without the compiled "
+        f"kernel: {reason}\n{cure}, or leave --compute out"
+    )
