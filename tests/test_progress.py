@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.command_line import print_summary
+from prefillcli.report.section import numbers_table, pairs_table, stderr_console
 from prefillcli.rows.input.source import Source
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Progress, StepLog, progress_line, step
@@ -61,6 +62,18 @@ def test_a_line_of_progress_fits_any_terminal_and_keeps_what_matters(columns: in
         assert (
             f"5,782 of {'' if exact else 'about '}203,000 rows [02:28, 10,434 tokens/s, about 35.2 min left]" in line
         )
+
+
+def test_a_table_stands_above_the_live_line(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with StepLog(interval=60):
+        step("checking the compiled passes between products")
+        stderr_console().print(pairs_table([("processor", "one"), ("memory", "1 GiB")]))
+        stderr_console().print(numbers_table([["path", "float32"], ["blocks", "3e-06"]]))
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in screen(capfd.readouterr().err)]
+    assert lines == [["processor", "one"], ["memory", "1", "GiB"], ["path", "float32"], ["blocks", "3e-06"]]
 
 
 def test_what_is_on_a_terminal_after_all_is_drawn(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from prefillcli.errors import counted as counted
 from prefillcli.rows.output.columns import LENGTH_EDGES
+from prefillcli.runtime import log
 
 if TYPE_CHECKING:
     from prefillcli.report.run import Histogram, MemoryTrace
@@ -374,7 +375,8 @@ WIDTH = 80  # columns of the tables of results, however wide the terminal is
 def stderr_console(width: int | None = None) -> Console:
     """Return the console for tables, of this `width` or that of a narrower terminal; without, lines are not
     wrapped."""
-    found = Console(stderr=True, highlight=False, markup=False, soft_wrap=width is None)
+    file: Any = log.AboveLive()
+    found = Console(file=file, highlight=False, markup=False, soft_wrap=width is None)
     if width is not None:
         found.width = min(width, found.width) if found.is_terminal else width
     return found

@@ -129,6 +129,20 @@ def on_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+class AboveLive:
+    """stderr, for whole lines that others print, like tables: they go above the live line."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+    def write(self, text: str) -> int:
+        _print(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each write is flushed."""
+
+
 def _print(text: str) -> None:
     # Write to stderr, above the live line.
     with _drawing:

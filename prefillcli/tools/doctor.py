@@ -216,6 +216,7 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
     found = Diagnosis("complete", 0)
     with shell(found, debug=settings.debug) as stop:
         _examine(settings, found, stop)
+    clock.step("")
     if found.status != "interrupted" and found.checks and not settings.quiet:
         _print_diagnosis(found)
     summary: dict[str, Any] = shown(asdict(found))
