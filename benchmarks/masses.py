@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -139,9 +140,9 @@ def tables(found: list[Answers]) -> Iterator[str]:
             f"| {each.run} | {each.question} | {rows} | {each.mass.mean():.2g} | {each.hits / rows:.2f} | "
             f"{each.commonest / rows:.2f} | {each.area:.2f} | {each.one:.0%} |"
         )
-    yield "\n| label mass | questions | right | commonest | better, worse than that | mean AUC | AUC < 0.6 | one answer |"
+    yield "\n| label mass | questions | right | commonest | better, worse | mean AUC | AUC < 0.6 | one answer |"
     yield "| --- " * 8 + "|"
-    for low, high in zip(BANDS, BANDS[1:], strict=False):
+    for low, high in pairwise(BANDS):
         own = [each for each in found if low <= each.mass.mean() < high]
         if own:
             yield f"| {low:g} to {min(high, 1):g} | {_band(own)} |"
@@ -152,8 +153,9 @@ def _band(own: list[Answers]) -> str:
     areas = [each.area for each in own if not np.isnan(each.area)]
     better = sum(_surely(each.hits, each.commonest, len(each.right)) for each in own)
     worse = sum(each.hits < each.commonest for each in own)
+    right, commonest = (sum(each) / rows for each in zip(*((each.hits, each.commonest) for each in own), strict=True))
     return (
-        f"{len(own)} | {sum(each.hits for each in own) / rows:.2f} | {sum(each.commonest for each in own) / rows:.2f} | "
+        f"{len(own)} | {right:.2f} | {commonest:.2f} | "
         f"{better}, {worse} | {np.mean(areas):.2f} | {np.mean([each < 0.6 for each in areas]):.0%} | "
         f"{np.mean([each.one > 0.95 for each in own]):.0%}"
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RowColumns, chat_choices
-from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import Group, OutputSchema, Probabilities
@@ -174,6 +174,7 @@ class Inputs:
             truth=truths.get(""),
             groups=self.groups,
             measure=self.labels.measure,
+            classes=isinstance(self.labels, ClassLabels),
             values=self.labels.question.values,
             served=self.labels.served,
             token_text=self.labels.token_text,

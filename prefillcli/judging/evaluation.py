@@ -636,7 +636,7 @@ def evaluation_lines(found: RunEvaluation) -> Iterator[tuple[str, str]]:
             yield f"{name}, as a number", f"rank correlation {ranks}, mean error {error}"
     if not found.rows:
         return
-    yield "accuracy", _with_interval(found.accuracy, found.confidence, percent=True)
+    yield "accuracy", f"{_with_interval(found.accuracy, found.confidence, percent=True)}{_beside(found)}"
     if (choices := found.choices) is not None:
         yield "chance", f"{100 * (choices.chance or 0):.1f} %, of guesses among each row's choices"
         if choices.accuracy_whole is not None:
@@ -645,6 +645,7 @@ def evaluation_lines(found: RunEvaluation) -> Iterator[tuple[str, str]]:
         yield "right choice", f"log-probability {_with_interval(choices.logprob, found.confidence)} on average"
     area = _with_interval(found.auc, found.confidence)
     if choices is None:
+        area += ", below 0.5: worse than chance" if found.auc.value is not None and found.auc.value < 0.5 else ""
         yield "AUC", f"mean over the labels {area}" if len(found.labels) > 2 and found.auc.value is not None else area
     precision = "mean average precision" if len(found.labels) > 2 else "average precision"
     if found.average_precision.value is not None:
@@ -666,6 +667,15 @@ def evaluation_lines(found: RunEvaluation) -> Iterator[tuple[str, str]]:
         text = f"not reached: {wanted.reason}" if wanted.reached is None else _at(wanted.reached)
         yield f"precision {wanted.wanted:g}", text
     yield from _truth_texts(found)
+
+
+def _beside(found: RunEvaluation) -> str:
+    # The accuracy of always giving the commonest right answer.
+    if found.commonest is None or found.accuracy.value is None:
+        return ""
+    answer, accuracy = found.commonest
+    better = ", which is better" if accuracy > found.accuracy.value else ""
+    return f"; always {visible(answer, line=True)}: {100 * accuracy:.1f} %{better}"
 
 
 def _row_text(found: RunEvaluation) -> str:
@@ -751,6 +761,7 @@ def _section_of(found: RunEvaluation, question: str = "") -> Section:
 def summary_of(found: RunEvaluation) -> dict[str, Any]:
     """Return the figures of the last line on stdout."""
     said: dict[str, Any] = {"rows": found.rows, "accuracy": found.accuracy.value, "auc": found.auc.value}
+    said |= {} if found.commonest is None else {"commonest": found.commonest[1]}
     if found.ordered is not None:
         own = found.ordered.mean
         said |= {"rank_correlation": own.spearman.value, "mean_error": own.mean_error.value}

@@ -138,16 +138,26 @@ def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
         passed = rows >= wanted[0] and (wanted[1] is None or rows <= wanted[1])
         text = f"the input has {counted(rows, 'row')}; --expect-rows is {options.expect_rows}"
         yield Gate(name="expect_rows", limit=str(options.expect_rows), value=rows, passed=passed, text=text)
-    mass, least = report.mean_label_mass, options.min_label_mass
+    name, mass = _least_mass(report)
+    least = options.min_label_mass
     if least is not None:
         text = "no scored row has a label mass"
         if mass is not None:
-            text = f"the mean label mass is {mass:.4g}; --min-label-mass is {least:g}"
+            text = f"the mean label mass{name} is {mass:.4g}; --min-label-mass is {least:g}"
         yield Gate(
             name="min_label_mass", limit=f"{least:g}", value=mass, passed=mass is None or mass >= least, text=text
         )
     if options.max_drift is not None:
         yield _drift_gate(report, drift, options.max_drift)
+
+
+def _least_mass(report: RunReport) -> tuple[str, float | None]:
+    # The lowest mean label mass of a question, and its name for a message; of labels that of all rows.
+    masses = {name: own.label_mass for name, own in report.answers.items() if own.label_mass is not None}
+    if len(masses) < 2:
+        return "", report.mean_label_mass
+    name = min(masses, key=masses.__getitem__)
+    return f" of {name}", masses[name]
 
 
 def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:

@@ -397,6 +397,7 @@ def section(report: RunReport) -> Section | None:
         return None
     each = ", ".join(f"{count:,} {name}" for name, count in use.questions.items() if name != ANSWER)
     failed = f", and {counted(use.errors, 'error row')}" if use.errors else ""
-    found = Section(lines=[("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}{failed}")])
+    found = Section(first=True, tiles=[("to review", f"{use.rows + use.errors:,}")])
+    found.lines = [("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}{failed}")]
     found.metric("review_rows", "Rows with an answer whose probability is below its floor.", float(use.rows))
     return found

@@ -48,8 +48,18 @@ from prefillcli.report.section import (
     stderr_console,
     three_digits,
 )
-from prefillcli.rows.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
+from prefillcli.report.verdict import (
+    Verdict,
+    evaluation_of,
+    mass_text,
+    share,
+    truth_text,
+    verdict_of,
+)
+from prefillcli.rows.output import ANSWER
+from prefillcli.rows.output.columns import LENGTH_EDGES, SCORE_BINS, AnswerTally, Counts
 from prefillcli.rows.output.store import put_text
+from prefillcli.rows.output.target import BATCH_FORMAT
 from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
@@ -173,6 +183,41 @@ class FailedRow(BaseModel):
     detail: str | None
 
 
+class UnsureRow(BaseModel):
+    """A row whose answer is among the least probable ones. The id is untrusted text."""
+
+    row: int | None
+    id: str | None
+    answer: str
+    probability: float  # of this answer, among all
+
+
+class QuestionAnswers(BaseModel):
+    """The answers to a question, or the labels of a job's rows."""
+
+    rows: int  # with an answer
+    answers: dict[str, int]  # rows by their answer
+    label_mass: float | None  # mean probability of all answers together; None where they are classes of a head
+    close: int  # rows whose two likeliest answers differ in odds by a factor of 3 at most
+    least_sure: list[UnsureRow]
+
+    @classmethod
+    def of(cls, tally: AnswerTally) -> QuestionAnswers:
+        """Return the answers that were counted."""
+        return cls(
+            rows=sum(tally.answers.values()),
+            answers=tally.answers,
+            label_mass=tally.mass / tally.mass_rows if tally.mass_rows else None,
+            close=tally.close,
+            least_sure=[UnsureRow(**row) for row in tally.least_sure],
+        )
+
+    @property
+    def shares(self) -> list[tuple[str, int]]:
+        """The answers and their rows, the most frequent first."""
+        return sorted(self.answers.items(), key=lambda pair: -pair[1])
+
+
 class LikelyToken(BaseModel):
     """A token that the model may write next."""
 
@@ -260,6 +305,8 @@ class RunReport(BaseModel):
     status: Literal["complete", "failed", "interrupted"] = "failed"
     exit_code: int = 1
     error: str | None = None
+    verdict: Verdict | None = None
+    warnings: list[str] = Field(default_factory=list)  # those of stderr, but for those that the verdict replaces
     started: str = ""  # ISO 8601, UTC
     output: str | None = None
     report: str | None = None
@@ -268,8 +315,9 @@ class RunReport(BaseModel):
     shard: str | None = None  # of a run with --shard, like 2/4: all counts concern its rows
     shards: int | None = None  # of a merge: the number of shards that it joined
     rows: Rows = Field(default_factory=Rows)
-    mean_score: float | None = None
-    mean_label_mass: float | None = None  # of the scored rows that have one
+    mean_score: float | None = None  # None where questions are asked
+    mean_label_mass: float | None = None  # of the scored rows that have one; of several questions the first one's
+    answers: dict[str, QuestionAnswers] = Field(default_factory=dict)  # by question; of labels under `answer`
     model: str | None = None  # as it was named, or the folder of the sample model
     first_answers: list[FirstAnswers] = Field(default_factory=list)  # by question
     means: dict[str, float] = Field(default_factory=dict)  # of each column with means of ordered labels
@@ -331,6 +379,11 @@ class RunReport(BaseModel):
         found: list[Section] = [] if self._sections_of is None else self._sections_of(self)
         return found
 
+    @property
+    def asks_questions(self) -> bool:
+        """Whether the score of a row is the first answer to a question, among any number of questions."""
+        return "questions" in self.fingerprint or self.fingerprint.get(BATCH_FORMAT) == "decisions"
+
     def end(self, clock: Clock) -> None:
         """Take over the run's times, and add its peak memory and versions."""
         for name, value in clock.seconds.items():
@@ -369,7 +422,9 @@ class RunReport(BaseModel):
         rows.total, rows.scored = counts.total, counts.scored
         rows.errors, rows.skipped, rows.empty = counts.errors, counts.skipped, counts.empty
         rows.errors_by_code = dict(counts.errors_by_code)
-        self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
+        self.mean_score = None if self.asks_questions else counts.mean_score
+        self.mean_label_mass = tallies.mean_label_mass
+        self.answers = {name: QuestionAnswers.of(own) for name, own in tallies.answers.items()}
         self.means = {name: own.total / own.rows for name, own in tallies.means.items() if own.rows}
         self.methods = dict(tallies.methods)
         if tallies.scores:
@@ -388,8 +443,9 @@ class RunReport(BaseModel):
             "run_id": self.run_id,
             "status": self.status,
             "exit_code": self.exit_code,
+            "verdict": verdict_of(safe).model_dump(),
             "rows": self.rows.model_dump(),
-            "mean_score": self.mean_score,
+            **self._answered(),
             **({"means": self.means} if self.means else {}),
             "seconds": round(self.seconds.total, 3),
             "output": safe.output,
@@ -399,6 +455,12 @@ class RunReport(BaseModel):
         for section in self.sections():
             line |= section.summary
         return line | ({"error": self.error} if self.error else {})
+
+    def _answered(self) -> dict[str, Any]:
+        # The distribution of the answers to questions; of labels the mean score.
+        if not self.asks_questions:
+            return {"mean_score": self.mean_score}
+        return {"answers": {name: own.answers for name, own in self.answers.items()}}
 
 
 def weights_section(report: RunReport) -> Section | None:
@@ -493,42 +555,42 @@ def run_html(report: RunReport) -> str:
         )
     if report.chat is not None and report.chat.said:
         notes.append(f"{report.chat.said[0].upper()}{report.chat.said[1:]} (--thinking).")
-    verdict = _verdict(report)
-    return page_html(
-        Section(
-            title="prefill score",
-            parts=[Part(note=note) for note in notes],
-            alarms=[report.error] if report.error else [],
-        ),
-        [
-            *run_sections(report),
-            Section(
-                title="Settings, versions, fingerprint",
-                folded=True,
-                parts=[
-                    Part(title="Settings", lines=settings_section(report.settings).lines),
-                    Part(title="Versions", lines=list(report.versions.items())),
-                    Part(title="Fingerprint", lines=list(report.fingerprint.items())),
-                ],
-            ),
+    verdict = verdict_of(report)
+    *sections, prompts = run_sections(report)
+    settings = Section(
+        title="Settings, versions, fingerprint",
+        folded=True,
+        parts=[
+            Part(title="Settings", lines=settings_section(report.settings).lines),
+            Part(title="Versions", lines=list(report.versions.items())),
+            Part(title="Fingerprint", lines=list(report.fingerprint.items())),
         ],
-        title=f"{verdict[0]} - prefill score {report.output or ''}",
-        verdict=verdict,
+    )
+    return page_html(
+        Section(title="prefill score", parts=[Part(note=note) for note in notes], alarms=verdict.reasons),
+        [*sections, settings, prompts],
+        title=f"{verdict.text} - prefill score {report.output or ''}",
+        verdict=(verdict.text, verdict.kind),
     )
 
 
 def run_sections(report: RunReport) -> Iterator[Section]:
-    """Yield all sections about a run, in the order of its page. Those without a title are for terminal and metrics."""
+    """Yield all sections about a run, in the order of its page, the prompts last. Those without a title are for
+    terminal and metrics."""
+    found = report.sections()
     yield _end(report)
+    yield from (section for section in found if section.first)
     yield _rows(report)
-    yield _asked(report)
+    yield _failed(report)
+    yield _answers(report)
+    yield _least_sure(report)
+    yield _means(report)
     if report.histograms.score.counts:
-        yield Section(title="Scores", parts=[Part(plot=score_plot(report.histograms.score))])
-    yield from report.sections()
+        yield Section(title=_scores_title(report), parts=[Part(plot=score_plot(report.histograms.score))])
+    yield from (section for section in found if not section.first)
     if report.audit is not None and report.audit.flip_rate is not None:
         yield Section(tiles=[("audited flips", f"{report.audit.flip_rate:.1%}")])
     yield Section(title="Rows", parts=[Part(bars=_results(report))])
-    yield _failed(report)
     yield _lengths(report)
     yield _tokens(report)
     yield _methods(report)
@@ -537,20 +599,14 @@ def run_sections(report: RunReport) -> Iterator[Section]:
     yield _time(report)
     yield _memory(report)
     yield _slowest(report)
-
-
-def _verdict(report: RunReport) -> tuple[str, str]:
-    # The end of the run, and a class of the page's style that shows how good it is.
-    if report.status == "complete" and report.exit_code == 0:
-        return "complete", "good"
-    if report.status == "complete":
-        return f"complete, exit code {report.exit_code}", "poor"
-    return f"{report.status}, exit code {report.exit_code}", "bad" if report.status == "failed" else "poor"
+    yield _asked(report)
 
 
 def _end(report: RunReport) -> Section:
-    # The end of the run.
-    section = Section()
+    # The end of the run. An error is on stderr just above.
+    verdict = verdict_of(report)
+    reasons = [("", reason) for reason in verdict.reasons if reason != report.error]
+    section = Section(lines=[("verdict", verdict.text), *reasons])
     success = float(report.exit_code in (0, NOTHING_TO_DO))
     section.metric("run_success", "1 if the last run was done or had nothing to do, else 0.", success)
     section.metric("run_exit_code", "Exit code of the last run.", report.exit_code)
@@ -567,7 +623,7 @@ def _rows(report: RunReport) -> Section:
         counts += f", {rows.skipped:,} skipped"
     if rows.empty:
         counts += f", {rows.empty:,} empty"
-    section = Section(lines=[("rows", counts)], tiles=[("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")])
+    section = Section(lines=[("rows", counts)], tiles=[("errors", f"{rows.errors:,}"), ("scored", f"{rows.scored:,}")])
     if rows.skipped:
         section.tiles.append(("skipped", f"{rows.skipped:,}"))
     if rows.empty:
@@ -575,6 +631,81 @@ def _rows(report: RunReport) -> Section:
     results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped, "empty": rows.empty}
     section.metric("rows_total", "Rows of the output by result.", results, "result")
     section.metric("rows_errors", "Error rows of the output by code.", rows.errors_by_code, "code")
+    return section
+
+
+_SHOWN_ANSWERS = 8  # of a question
+_SHOWN_ROWS = 3  # of a question, in the terminal
+
+
+def _answers(report: RunReport) -> Section:
+    # For each question its label mass, the distribution of its answers, those in doubt, and how often they are right.
+    section = Section(title="Answers" if report.answers else "")
+    section.terminal = [(name, "; ".join(_answer_texts(report, name))) for name in report.answers]
+    for name, own in report.answers.items():
+        facts = [] if own.label_mass is None else [("label mass", mass_text(own.label_mass))]
+        facts.append(("in doubt", _doubt(report, name)))
+        if (found := evaluation_of(report, name)) is not None:
+            facts.append(("right", truth_text(found)))
+        section.parts.append(Part(title=name, bars=_distribution(own), lines=[each for each in facts if each[1]]))
+    masses = {name: own.label_mass for name, own in report.answers.items() if own.label_mass is not None}
+    if masses and report.asks_questions:
+        section.metric("label_mass_mean", "Mean label mass of the answers to each question.", masses, "question")
+    elif masses:
+        section.metric("label_mass_mean", "Mean label mass of the output.", masses[ANSWER])
+    counts = [
+        ({"question": name, "answer": answer}, float(rows))
+        for name, own in report.answers.items()
+        for answer, rows in own.answers.items()
+    ]
+    if counts:
+        section.metrics.append(("answer_rows", "Rows of the output by answer.", counts))
+    return section
+
+
+def _answer_texts(report: RunReport, name: str) -> Iterator[str]:
+    own = report.answers[name]
+    if own.label_mass is not None:
+        yield f"label mass {mass_text(own.label_mass)}"
+    said = [f"{answer} {share(rows, own.rows)}" for answer, rows in own.shares[:_SHOWN_ANSWERS]]
+    yield ", ".join([*said, *(["..."] if len(own.shares) > len(said) else [])]) or "no answer"
+    if own.rows:
+        yield f"in doubt {_doubt(report, name)}"
+
+
+def _distribution(own: QuestionAnswers) -> list[Bar]:
+    shown = own.shares[:_SHOWN_ANSWERS]
+    rest = own.rows - sum(rows for _, rows in shown)
+    values = [*shown, *([("others", rest)] if rest else [])]
+    return [Bar(name, 100 * rows / max(own.rows, 1), share(rows, own.rows)) for name, rows in values]
+
+
+def _doubt(report: RunReport, name: str) -> str:
+    # The answers that a person should look at: below the floor, or close calls.
+    own = report.answers[name]
+    if report.review is not None:
+        return f"{share(report.review.questions.get(name, 0), own.rows)}, below the floor"
+    return f"{share(own.close, own.rows)}, at odds up to 3 to 1"
+
+
+def _least_sure(report: RunReport) -> Section:
+    section, shown = Section(title="Least sure, by question"), []
+    for name, own in report.answers.items():
+        rows = [
+            [Cell(row_name(row.row, row.id), "name"), row.answer, f"{row.probability:.3f}"] for row in own.least_sure
+        ]
+        if rows:
+            table = [["row", "answer", "probability"], *rows]
+            section.parts.append(Part(title=name, table=table, words=(0, 1)))
+            named = ", ".join(row[0] for row in rows[:_SHOWN_ROWS])
+            shown.append(named if len(report.answers) == 1 else f"{name} {named}")
+    if shown:
+        section.terminal = [("least sure", "; ".join(shown))]
+    return section
+
+
+def _means(report: RunReport) -> Section:
+    section = Section()
     if report.mean_score is not None:
         section.lines.append(("mean score", f"{report.mean_score:.4f}"))
         section.tiles.append(("mean score", f"{report.mean_score:.4f}"))
@@ -584,16 +715,19 @@ def _rows(report: RunReport) -> Section:
         section.tiles.append((name, f"{value:.4f}"))
     if report.means:
         section.metric("answer_mean", "Mean of each column with means of ordered labels.", report.means, "column")
-    if report.mean_label_mass is not None:
+    if report.mean_label_mass is not None and not report.answers:
         section.lines.append(("label mass", f"{report.mean_label_mass:.4g} on average"))
-        section.tiles.append(("label mass", f"{report.mean_label_mass:.4g}"))
-        section.metric("label_mass_mean", "Mean label mass of the output.", report.mean_label_mass)
     if report.rows_per_second:
         section.tiles.append(("rows/s", three_digits(report.rows_per_second)))
     if report.tokens_per_second:
         section.tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
     section.tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
     return section
+
+
+def _scores_title(report: RunReport) -> str:
+    # A histogram is of the probability of the first answer to the first question.
+    return f"Scores of {next(iter(report.answers))}" if report.asks_questions and report.answers else "Scores"
 
 
 def _asked(report: RunReport) -> Section:
@@ -626,7 +760,9 @@ def _asked(report: RunReport) -> Section:
 def _results(report: RunReport) -> list[Bar]:
     # The outcomes of the rows: each prediction, each error.
     values = {}
-    if report.histograms.score.counts:
+    if len(report.answers) > 1:
+        values = {"scored": report.rows.scored}
+    elif report.histograms.score.counts:
         plot = score_plot(report.histograms.score)
         sums = {name: sum(bins) for name, bins in report.histograms.score.counts.items()}
         rest = report.rows.scored - sum(sums.get(name, 0) for name, _ in plot.series)
@@ -807,7 +943,7 @@ def print_table(report: RunReport) -> None:
 def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     """Yield the lines of the table: a name and a text each."""
     for section in run_sections(report):
-        yield from section.lines
+        yield from (*section.terminal, *section.lines)
     yield "output", report.output or "none"
     yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
 
@@ -838,6 +974,7 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
     Without `report.report` there is neither `run.json` nor page. A run that cannot write `run.json` has failed; page
     and metrics only serve to watch it, so failing to write them does not change how it ends.
     """
+    report.verdict = verdict_of(shown_report(report))
     if report.report is not None:
         report.page = page_of(report.report)
         try:

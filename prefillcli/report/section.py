@@ -314,11 +314,13 @@ class Section:
 
     title: str = ""  # of its section on the page; without a title it has none there
     lines: list[tuple[str, str]] = field(default_factory=list)  # name and text, for the terminal and the page
+    terminal: list[tuple[str, str]] = field(default_factory=list)  # the same, for the terminal alone
     tiles: list[tuple[str, str]] = field(default_factory=list)  # name and value, at the top of the page
     alarms: Sequence[str] = ()  # what a reader must not miss
     charts: list[Part] = field(default_factory=list)  # parts that stand beside one another
     parts: list[Part] = field(default_factory=list)
     folded: bool = False  # closed on the page until a reader opens it
+    first: bool = False  # before the figures of a run, behind its verdict
     metrics: list[tuple[str, str, Samples]] = field(default_factory=list)  # name, help text, samples of gauges
     summary: dict[str, Any] = field(default_factory=dict)  # keys of the last line on stdout
 

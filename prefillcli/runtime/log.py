@@ -47,6 +47,8 @@ class JsonLines:
 
 
 _lines: JsonLines | None = None
+_warned: list[tuple[str, str]] = []  # the warnings of this run: event and message
+_MOST_WARNED = 100
 
 
 def new_run_id() -> str:
@@ -58,8 +60,18 @@ def new_run_id() -> str:
 def log_of(run_id: str, *, json_lines: bool, worker: int | None = None) -> Iterator[None]:
     """Let lines on stderr, inside the block, belong to this run. With `json_lines`, each is a JSON object; so is each
     line that libraries print there."""
-    with _json_log(run_id, worker) if json_lines else nullcontext():
-        yield
+    before = _warned[:]
+    _warned.clear()
+    try:
+        with _json_log(run_id, worker) if json_lines else nullcontext():
+            yield
+    finally:
+        _warned[:] = before
+
+
+def warnings_of_run(without: str) -> list[str]:
+    """Return the warnings of this process since the run began, but those about the event `without`."""
+    return [message for event, message in _warned if event != without]
 
 
 @contextmanager
@@ -93,6 +105,8 @@ def info(message: str, event: str = "message", **fields: Any) -> None:
 
 def warning(message: str, event: str = "message", **fields: Any) -> None:
     """Log a line that the user should look at; the run goes on."""
+    if len(_warned) < _MOST_WARNED:
+        _warned.append((event, without_secrets(message)))
     _write("warning", event, message, fields)
 
 

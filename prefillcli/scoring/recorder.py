@@ -19,11 +19,12 @@ from prefillcli.plan.plan import Plan
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.report.run import FirstAnswers, LikelyToken
+from prefillcli.report.verdict import ABOUT_ANSWERS
 from prefillcli.rows.records import Float64Array, NextTokens, Prompt, ScoredRow, Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
 from prefillcli.scoring.loop import NEXT_TOKENS, Finished
-from prefillcli.stats.evaluation import Measure, label_mass, label_probabilities
+from prefillcli.stats.evaluation import UNANSWERED_MASS, Measure, label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
@@ -104,8 +105,8 @@ class RemainingTime:
 # The likeliest tokens after the prompts of the first window; a warning if they are hardly ever an answer.
 
 
-LEAST_MASS = 1e-3
-"""Of the label mass, on average over a window."""
+LEAST_BEGUN = 1e-3
+"""Of the probability that choices or targets begin, on average over a window."""
 _SHOWN_SHARE = 0.01  # of a token that the warning names, unless it is the likeliest
 _MOST_SHOWN = 3
 _MOST_CHARACTERS = 2000  # of a prompt that is shown, from both ends
@@ -185,8 +186,9 @@ class FirstWindow:
         for question, heard in self._heard.items():
             said = self._said(question, heard)
             self.found.append(said)
-            if (said.begins if said.label_mass is None else said.label_mass) < LEAST_MASS:
-                log.warning(self._warning(said))
+            mass = said.label_mass
+            if said.begins < LEAST_BEGUN if mass is None else mass < UNANSWERED_MASS:
+                log.warning(self._warning(said), event=ABOUT_ANSWERS)
         self._heard = {}
 
     def _said(self, question: str, heard: _Heard) -> FirstAnswers:

@@ -18,6 +18,7 @@ from prefillcli.errors import shown, shown_report
 from prefillcli.forecast.profile import Profile, find_profile
 from prefillcli.options.commands import PIPE, ScoreSettings
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
+from prefillcli.report.verdict import ABOUT_ANSWERS, untold
 from prefillcli.rows.output.sink import ShardSink, Sink, plan_of, refuse_known
 from prefillcli.rows.records import Int64Array, Window
 from prefillcli.runtime import log
@@ -65,6 +66,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         if job is not None:
             job.fill_report()
         report.take_memory(memory.samples)
+        report.warnings = log.warnings_of_run(without=ABOUT_ANSWERS)
         if output is not None and not at_end:
             leave_earlier_report(report, output, given.shard_of, quiet=given.quiet)
         write_files(report, metrics_file)
@@ -87,6 +89,9 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     step("")
     if not given.quiet and report.status == "complete" and not log.logs_json():
         print_table(shown_report(report))
+    else:
+        for text in untold(report):
+            log.warning(text, event=ABOUT_ANSWERS)
     log.event("ended", f"the run is {report.status}, exit code {report.exit_code}", summary=report.summary())
     return report.summary()
 

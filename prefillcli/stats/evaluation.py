@@ -501,6 +501,15 @@ class Evaluation(BaseModel):
     ordered: OrderedFigures | None = None  # of labels that stand for numbers
     choices: ChoiceFigures | None = None  # of rows with their own choices
 
+    @property
+    def commonest(self) -> tuple[str, float] | None:
+        """The commonest right answer, and how often it is right; None where right answers are not counted by label."""
+        counts = [sum(row) for row in self.confusion]
+        if not sum(counts):
+            return None
+        best = counts.index(max(counts))
+        return self.labels[best], counts[best] / sum(counts)
+
 
 def evaluate(
     scores: Float64Array,
@@ -1112,6 +1121,11 @@ def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Flo
         weights = np.exp(sharp - sharp.max(axis=-1, keepdims=True, initial=-np.inf))
         shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
     return shares
+
+
+#: Mean label mass of a question below which its answers are no better than guesses, as far as is known, and the one
+#: from which on most of the probability is on them; docs/score.md has the measurement.
+UNANSWERED_MASS, HALF_MASS = 0.1, 0.5
 
 
 def label_mass(logprobs: Float64Array) -> Float64Array:

@@ -10,6 +10,7 @@ from prefillcli.errors import OutputDamagedError, counted, shown
 from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
+from prefillcli.report.verdict import ABOUT_ANSWERS, untold
 from prefillcli.rows.output.columns import Counts
 from prefillcli.rows.output.sink import JoinedShards
 from prefillcli.rows.output.target import Manifest, Target
@@ -44,6 +45,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 
     def finish() -> None:
         report.end(clock)
+        report.warnings = log.warnings_of_run(without=ABOUT_ANSWERS)
         if not at_end:
             leave_earlier_report(report, settings.output, None, quiet=settings.quiet)
         write_files(report, metrics_file)
@@ -58,6 +60,8 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     step("")
     if not settings.quiet and report.status == "complete":
         log.info(_sentence(report))
+    for text in untold(report):
+        log.warning(text, event=ABOUT_ANSWERS)
     log.event("ended", f"the merge is {report.status}, exit code {report.exit_code}", summary=report.summary())
     return report.summary()
 

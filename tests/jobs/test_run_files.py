@@ -39,6 +39,71 @@ def test_every_phase_of_the_clock_is_a_key_of_the_report() -> None:
     assert Seconds.model_fields.keys() == set(get_args(Phase)) | beside
 
 
+ASKED = """
+questions:
+  refund: {type: predicate, instructions: "Is it?"}
+  topic: {type: choice, instructions: "What?", choices: [fox, dog, cat], when: "refund > 0.5"}
+  anger: {type: score, instructions: "How?", levels: [calm, angry]}
+"""
+
+
+def assert_told(told: dict[str, Any], name: str, rows: list[dict[str, Any]], shares: list[dict[str, float]]) -> None:
+    """The report says of a question what its probabilities in the output, by row, say."""
+    best = [max(own, key=own.__getitem__) for own in shares]
+    assert told["answers"] == {answer: best.count(answer) for answer in set(best)}
+    assert told["rows"] == len(rows)
+    prefix = f"{name}." if name else ""
+    assert told["label_mass"] == pytest.approx(np.mean([row[f"{prefix}label_mass"] for row in rows]))
+    ordered = [sorted(own.values()) for own in shares]
+    assert told["close"] == sum(own[-1] <= 3 * own[-2] for own in ordered)
+    least = sorted((own[-1], row["id"]) for own, row in zip(ordered, rows, strict=True))[: len(told["least_sure"])]
+    assert len(least) == min(10, len(rows))
+    assert [(pytest.approx(each["probability"]), each["id"]) for each in told["least_sure"]] == least
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+def test_the_answers_to_each_question_are_those_of_the_output(
+    model: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_small_windows(monkeypatch)
+    Path("q.yaml").write_text(ASKED)
+    summary = score(make_input("jsonl"), output, **flags(model, questions="q.yaml"))
+    assert summary["exit_code"] == 0, summary
+    rows = [row for row in read_output(output) if row["error"] is None]
+    report = read_report(summary["report"])
+    chosen = [row for row in rows if row["topic"] is not None]
+    assert 0 < len(chosen) < len(rows)
+    yes = [{"Yes": row["refund"], "No": 1 - row["refund"]} for row in rows]
+    assert_told(report["answers"]["refund"], "refund", rows, yes)
+    for name, own in (("topic", chosen), ("anger", rows)):
+        assert_told(report["answers"][name], name, own, [row[f"{name}.probabilities"] for row in own])
+    assert summary["answers"] == {name: own["answers"] for name, own in report["answers"].items()}
+    assert report["mean_score"] is None
+    assert "mean_score" not in summary
+    assert summary["verdict"] == report["verdict"]
+    assert report["verdict"]["text"] in Path(summary["page"]).read_text()
+
+
+@pytest.mark.parametrize("labels", ["fox,dog", "fox,dog,cat"])
+def test_the_answers_of_a_job_of_labels_are_those_of_the_output(labels: str, model: Path) -> None:
+    summary = score(make_input(), **flags(model, labels=labels))
+    rows = [row for row in read_output("out.parquet") if row["error"] is None]
+    weights = [{name: np.exp(row[f"logprob_{name}"]) for name in labels.split(",")} for row in rows]
+    shares = [{name: value / sum(own.values()) for name, value in own.items()} for own in weights]
+    assert_told(read_report()["answers"]["answer"], "", rows, shares)
+    assert summary["mean_score"] == pytest.approx(np.mean([row["score"] for row in rows]))
+
+
+def test_quietly_what_is_wrong_with_the_answers_is_a_warning(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["The quick brown fox saw a dog."] * 30
+    source = write_parquet("in.parquet", prompt=prompts, truth=["No"] * 20 + ["Yes"] * 10)
+    score(source, model=model, labels="Yes,No", truth="truth")
+    (said,) = read_report()["answers"]["answer"]["answers"]
+    told = capsys.readouterr().err
+    assert f"answer: all 30 rows have the answer {said}" in told
+    assert ("always answering No is right in 66.7%" in told) == (said == "Yes")
+
+
 def test_a_phase_that_the_report_does_not_know_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class WithPolish(Clock):
         def __init__(self) -> None:

@@ -50,6 +50,8 @@ SCORE_BINS = 50  # bins of equal width from 0 to 1
 LENGTH_EDGES = tuple(sorted({round(2 ** (step / 16)) for step in range(24 * 16 + 1)}))
 TO_THE_END = "full"  # the name of rows that went through all layers, among those by exit layer
 MOST = 20  # rows of each kind that are named
+LEAST_SURE = 10  # rows that are named for each question
+CLOSE_ODDS = 3.0  # odds between the two likeliest answers, up to which a call is a close one
 _LONGEST = 200  # characters of an id or a detail
 
 
@@ -702,6 +704,8 @@ class OutputSchema:
     when: Callable[[ResultRows], Set[int]] | None = None
     # For a question with the group `orders`, the numbers of its prompts in other orders, after those of all questions.
     others: tuple[int, ...] = ()
+    # Whether the labels are classes of a head, so that their mass says nothing of the prompt.
+    classes: bool = False
     # For the column `review`, the floor of each label; none where answers are not reviewed.
     floors: tuple[float | None, ...] = ()
 
@@ -875,13 +879,34 @@ class OutputSchema:
     def _typed(self) -> bool:
         return self.json_carried and not self.json_text
 
+    @property
+    def _has_shares(self) -> bool:
+        return self.measure is Measure.SHARES and not self.questions and len(self.labels) > 1
+
+    def _label_shares(self, rows: pa.Table) -> Float64Array:
+        # The probability of each label in a job of labels [rows, labels]; at a temperature of 1 where only
+        # log-probabilities tell it.
+        if len(self.labels) == 2:
+            score = rows["score"].to_numpy()
+            return np.stack([score, 1 - score], axis=1)
+        told = "score" if "label_scores" in self.groups else "logprob"
+        found = np.stack([rows[f"{told}_{label}"].to_numpy() for label in self.labels], axis=1)
+        return found if told == "score" else label_scores(found)
+
     def count(self, counts: Counts, rows: pa.Table) -> Counts:
         """Add rows of parts to `counts`."""
         first = f"{self.questions[0].name}." if self.questions else ""
+        shares = {ANSWER: self._label_shares(rows)} if self._has_shares else {}
         for own in self.answers:
             told = rows[own.column(own.source("score"))]
+            shares[own.name] = own.shares(told.to_pylist())
             rows = rows.append_column(f"{own.name}.score", own.values_of("score", told))
             rows = rows.append_column(f"{own.name}.prediction", own.values_of("prediction", told))
+        for name, told_shares in shares.items():
+            asked = next((own for own in self.questions if own.name == name), self)
+            mass = None if self.classes else f"{name}.label_mass" if self.questions else "label_mass"
+            tally = AnswerTally.of_rows(rows, told_shares, asked.labels, mass, self.id_name, self.json_carried)
+            counts.tallies.answers = _sum(counts.tallies.answers, {name: tally})
         if first:
             rows = rows.append_column("score", rows[f"{first}score"])
         json_carried, means = self.json_carried, self.means
@@ -955,6 +980,51 @@ class LikelihoodTally:
 
 
 @dataclass
+class AnswerTally:
+    """The answers to a question, or the labels of a job's rows."""
+
+    answers: dict[str, int] = field(default_factory=dict)  # rows by their answer
+    mass_rows: int = 0  # rows with a label mass
+    mass: float = 0.0  # their label masses together
+    close: int = 0  # rows whose two likeliest answers differ in odds by a factor of `CLOSE_ODDS` at most
+    # The rows whose answer is the least probable, the least first: row, id, answer, probability.
+    least_sure: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.least_sure = sorted(self.least_sure, key=lambda row: (row["probability"], row["row"] or 0))[:LEAST_SURE]
+
+    @classmethod
+    def of_rows(
+        cls,
+        rows: pa.Table,
+        shares: Float64Array,
+        labels: Sequence[str],
+        mass: str | None,
+        id_name: str | None,
+        json_id: bool,
+    ) -> AnswerTally:
+        """Return the tally of rows with the probability of each label [rows, labels], NaN where there is no answer.
+        `mass` is the column with their label mass, if they have one."""
+        known = np.flatnonzero(~np.isnan(shares).any(axis=1))
+        told = shares[known]
+        best, sure = told.argmax(axis=1), told.max(axis=1, initial=0.0)
+        order = np.argsort(sure, kind="stable")[:LEAST_SURE]
+        few = rows.take(pa.array(known[order]))
+        few = few.append_column("__answer", pa.array([labels[at] for at in best[order]], pa.string()))
+        few = few.append_column("__probability", pa.array(sure[order], pa.float64()))
+        masses = [] if mass is None else rows[mass].drop_null()
+        second = np.partition(told, -2, axis=1)[:, -2] if len(known) else sure
+        counts = np.bincount(best, minlength=len(labels)).tolist()
+        return cls(
+            {label: count for label, count in zip(labels, counts, strict=True) if count},
+            len(masses),
+            pc.sum(masses).as_py() if len(masses) else 0.0,
+            int((sure <= CLOSE_ODDS * second).sum()),
+            _named(few, id_name, json_id, {"answer": "__answer", "probability": "__probability"}),
+        )
+
+
+@dataclass
 class Tallies:
     """Numbers and texts only, so that they survive JSON unchanged."""
 
@@ -974,6 +1044,8 @@ class Tallies:
     likelihood: LikelihoodTally = field(default_factory=LikelihoodTally)
     means: dict[str, MeanTally] = field(default_factory=dict)  # by column
     orders: dict[str, OrderRows] = field(default_factory=dict)  # by question that is asked in both orders
+    # By question, the answers; a job of labels has them under the name `ANSWER`.
+    answers: dict[str, AnswerTally] = field(default_factory=dict)
     mass_rows: int = 0  # scored rows with a label mass
     mass_sum: float = 0.0  # their label masses together
     # Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method.

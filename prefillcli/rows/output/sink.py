@@ -713,6 +713,7 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
     plain |= {"audit": "audit" in schema.groups, **dict.fromkeys(sorted(schema.groups), True)}
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     plain |= {"served": schema.served} if schema.served else {}
+    plain |= {"classes": True} if schema.classes else {}
     if schema.questions:
         plain["questions"] = [
             {name: getattr(own, name) for name in _OF_QUESTION} | {"groups": sorted(own.groups)}
