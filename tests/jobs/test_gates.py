@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ import pytest
 from scipy.stats import ks_2samp
 
 from prefillcli.errors import UsageError
-from prefillcli.judging.gates import Gates
+from prefillcli.judging.gates import Gates, judge
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.report.run import Rows, RunReport
+from prefillcli.report.run import QuestionAnswers, Rows, RunReport
 from prefillcli.tools.merge import merge_job
 from tests.jobs.jobs import read_report, score, texts, write_parquet
 
@@ -70,6 +71,16 @@ def test_a_prompt_that_the_model_does_not_answer_ends_the_run_with_3(model: Path
     summary = night(model, "a", texts(ROWS), min_label_mass=min(mass * 1.01, 1.0), **flags)
     assert summary["exit_code"] == 3
     assert "label mass" in summary["error"]
+
+
+def test_the_least_answered_of_several_questions_is_judged() -> None:
+    report = RunReport()
+    for name, mass in (("refund", 0.9), ("topic", 0.02)):
+        report.answers[name] = QuestionAnswers(rows=5, answers={"Yes": 5}, label_mass=mass, close=0, least_sure=[])
+    options = SimpleNamespace(row_range=None, min_label_mass=0.5, max_drift=None)
+    (gate,) = judge(options, report)
+    assert (gate.passed, gate.value) == (False, 0.02)
+    assert gate.text == "the mean label mass of topic is 0.02; --min-label-mass is 0.5"
 
 
 def shifted(count: int) -> list[str]:

@@ -124,7 +124,7 @@ def test_each_question_has_a_row_in_the_order_of_rows_and_questions(
     assert_rows(found, model, source, **same)
     assert [row["error"] for row in found if row["error"]] == ["prompt_too_long"] * len(LABELS)
     report, wide = read_report("out.run.json"), read_report("wide.run.json")
-    counted = ("rows", "mean_score", "mean_label_mass", "orders", "methods", "histograms", "failed")
+    counted = ("rows", "answers", "mean_label_mass", "orders", "methods", "histograms", "failed")
     assert {key: report[key] for key in counted} == {key: wide[key] for key in counted}
     verified = verify_job(output, [str(source)], quiet=True)
     assert (verified["exit_code"], verified["problems"]) == (0, [])

@@ -881,7 +881,8 @@ class OutputSchema:
 
     @property
     def _has_shares(self) -> bool:
-        return self.measure is Measure.SHARES and not self.questions and len(self.labels) > 1
+        several = len(self.labels) > 1 and "openai" not in self.groups
+        return self.measure is Measure.SHARES and not self.questions and several
 
     def _label_shares(self, rows: pa.Table) -> Float64Array:
         # The probability of each label in a job of labels [rows, labels]; at a temperature of 1 where only
