@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -47,6 +48,12 @@ def score(inputs: str | Path | Sequence[str | Path], output: str | Path | None =
     if Path(summary["report"] or "").is_file():
         read_report(summary["report"])
     return summary
+
+
+def beside_answers(err: str) -> list[str]:
+    """The lines on stderr, without those that say that a model of random weights does not answer."""
+    whole = re.sub(r"prefill: warning: .* of the probability on average .*\ncheck that .*\n", "", err)
+    return [line for line in whole.splitlines() if "rows have the answer" not in line]
 
 
 def read_output(path: str | Path) -> list[dict[str, Any]]:

@@ -18,7 +18,16 @@ from prefillcli.forecast.profile import Profile, this_machine
 from prefillcli.report.run import versions
 from prefillcli.rows.proof import hash_model
 from tests.jobs.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
-from tests.jobs.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
+from tests.jobs.jobs import (
+    Reference,
+    beside_answers,
+    read_output,
+    read_report,
+    score,
+    texts,
+    write_jsonl,
+    write_parquet,
+)
 from tests.jobs.test_command import last_line, prefill
 from tests.unit.tools.profile.making import made_curve
 
@@ -228,7 +237,7 @@ def test_a_profile_of_something_else_or_with_a_bad_fit_predicts_nothing(
     assert (done.exit_code, ran["predicted_seconds"]) == (0, None)
     assert why in ran["no_prediction"]
     assert "prefill: no prediction: profile.json" in done.stderr
-    assert prefill("score", source, "-m", model, "--overwrite", "--quiet").stderr == ""
+    assert beside_answers(prefill("score", source, "-m", model, "--overwrite", "--quiet").stderr) == []
     named = prefill("score", source, "-m", model, "--profile", "profile.json", "--overwrite")
     assert named.exit_code == 0
     assert why in named.stderr

@@ -14,7 +14,7 @@ from prefillcli.reading.compress import compressor
 from prefillcli.reading.compress.compressor import RATES
 from prefillcli.stats.evaluation import flip_bound
 from tests.jobs.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
-from tests.jobs.jobs import Reference, read_output, read_report, write_jsonl
+from tests.jobs.jobs import Reference, beside_answers, read_output, read_report, write_jsonl
 from tests.jobs.models import save_model
 
 ROWS = 40
@@ -87,7 +87,7 @@ def test_where_the_safest_rate_fails_all_rows_are_read_in_full(
     (trial,) = report["keep_auto"]["trials"]
     assert trial["keep"] == max(RATES)
     assert report["keep"] == 1.0
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = beside_answers(capsys.readouterr().err)
     assert line.startswith("prefill: warning: --keep auto: keeping 0.7 does not prove that at most 10.00% flip")
     assert f"({trial['flips']} of {trial['rows']} rows did)" in line
     assert_close(read_output("out.parquet"), full_rows(source, model))
@@ -103,7 +103,7 @@ def test_too_few_rows_prove_nothing(
     assert (report["keep"], report["keep_auto"]) == (1.0, {"keep": 1.0, "trials": [], "rows_needed": 299})
     assert {row["method"] for row in rows} == {"full"}
     assert_close(rows, full_rows(source, model))
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = beside_answers(capsys.readouterr().err)
     assert line.startswith("prefill: warning: --keep auto: 30 rows")
     assert "1.00%" in line
     assert "299" in line
@@ -144,7 +144,7 @@ def test_a_job_without_a_long_row_chooses_nothing(
     source = write_jsonl("in.jsonl", lines_of(unrelated(reference, [30, 40, 50])))
     assert compressed(source, model=model, draft=draft, keep="auto")["exit_code"] == 0
     assert (read_report()["keep"], read_report()["keep_auto"]) == (1.0, None)
-    assert capsys.readouterr().err == ""
+    assert beside_answers(capsys.readouterr().err) == []
 
 
 def test_the_choice_as_a_whole_is_wrong_in_one_of_twenty_jobs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
