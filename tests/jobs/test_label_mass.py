@@ -179,14 +179,17 @@ def test_documents_have_nothing_before_them_and_are_not_checked(
     assert warnings_of(capsys) == []
 
 
-def test_a_model_that_says_the_labels_is_not_warned_of(sure: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_parquet("in.parquet", prompt=texts(3)[:1] * 12)
-    score(source, model=sure, labels=LABELS)
-    (first, second, *_) = read_report()["first_answers"][0]["tokens"]
-    assert len(warnings_of(capsys)) == 1
-    said = [re.sub(r"([\\|=,])", r"\\\1", each["text"]) for each in (first, second)]
-    score(source, model=sure, labels=f"one={said[0]},two={said[1]}", overwrite=True)
-    assert mean_mass(read_output("out.parquet")) == pytest.approx(first["share"] + second["share"], abs=1e-3)
+def test_a_model_that_says_the_labels_is_not_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_model(tmp_path / "model")
+    tensors, reference = load_file(folder / "model.safetensors"), Reference(folder)
+    head = tensors["lm_head.weight"]
+    yes, no = (reference.token(word) for word in (" Yes", " No"))
+    row = 200 * head[yes].clone()
+    head.zero_()
+    head[yes], head[no] = row, -row  # one of them always has the largest logit
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source = write_parquet("in.parquet", prompt=texts(12))
+    assert score(source, model=folder, labels=LABELS)["exit_code"] == 0
     assert mean_mass(read_output("out.parquet")) > 0.1
     assert warnings_of(capsys) == []
 
