@@ -324,11 +324,24 @@ def test_row_that_is_not_there() -> None:
     assert failure(POSTS, *MODEL, "--row", 240) == (2, "--row 240: no such row in the 240 rows read, 0 to 239")
     code, error = failure(POSTS, *MODEL, "--row", "user-99", "--id-column", "id")
     assert (code, error) == (2, "--row user-99: no such row in column 'id' of the 240 rows read")
+    code, error = failure(POSTS, *MODEL, "--row", 240, "--id-column", "id")
+    assert code == 2
+    assert error == "--row 240: no such row in the 240 rows read, 0 to 239, and no such id in column 'id'"
     code, error = failure(CREDITS, *MODEL, "--row", 5, "--limit", 3)
     assert (code, error) == (2, "--row 5: no such row in the 3 rows read, 0 to 2")
     code, error = failure(POSTS, *MODEL, "--row", "user-02/post-07")
     assert code == 2
     assert "--id-column" in error
+
+
+def test_a_row_is_found_by_its_id_or_else_by_its_number() -> None:
+    ids = ["1", "0", "b", "7"]
+    pq.write_table(pa.table({"id": ids, "prompt": ["fox", "dog", "cat", "yes"]}), "in.parquet")
+    found = {}
+    for row in ("1", "0", "b", "7", "2", "3"):
+        line = line_of(prefill("inspect", "in.parquet", *MODEL, "--row", row, "--id-column", "id"))
+        found[row] = line["row"], line["id"]
+    assert found == {"1": (0, "1"), "0": (1, "0"), "b": (2, "b"), "7": (3, "7"), "2": (2, "b"), "3": (3, "7")}
 
 
 def test_error_row_is_told_with_its_code() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
@@ -16,6 +18,7 @@ import pytest
 from pydantic import Field, ValidationError
 from typer.testing import CliRunner
 
+from prefillcli.asking.question_file import read_questions
 from prefillcli.cli import app
 from prefillcli.command_line import load_options
 from prefillcli.errors import UsageError
@@ -24,6 +27,7 @@ from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
 from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
+from prefillcli.prompts.labels import parse_labels
 from prefillcli.rows import filesystems
 
 Values = dict[str, Any]
@@ -484,7 +488,7 @@ def test_settings_may_have_dashes_and_reach_the_job() -> None:
     ("text", "names"),
     [
         (r"a\,b", ("a,b",)),
-        (r" a\,b , c,, d\\,", ("a,b", "c", "d\\")),
+        (r" a\,b , c, d\\", ("a,b", "c", "d\\")),
         ("a\\b\\", ("a\\b\\",)),
     ],
 )
@@ -495,3 +499,95 @@ def test_a_comma_in_a_name_is_escaped_in_a_text_and_not_in_a_list(text: str, nam
     of_environment = load_settings(ScoreSettings, {"inputs": ["i"]}, environment={"PREFILL_KEEP_COLUMNS": text})
     assert in_list.keep_columns == (*names, " e")
     assert of_flag.keep_columns == of_environment.keep_columns == names
+
+
+LISTS = [
+    ("score", "labels", {}),
+    ("score", "options", {"ask": "Which?"}),
+    ("score", "levels", {"ask": "Which?"}),
+    ("score", "keep_columns", {}),
+    ("score", "calibrate_columns", {"template": "{{ a }}", "calibrate_with": "N/A"}),
+    ("score", "served_model_name", {}),
+    ("bench", "method", {}),
+    ("profile", "mode", {}),
+    ("bench", "keep", {"draft": "d"}),
+    ("score", "label_values", {}),
+    ("score", "truth", {"questions": "q.yaml"}),
+]
+"""Options that take a list of names or numbers, with what they need beside them."""
+
+
+def test_every_list_of_names_is_read_as_a_line_of_csv() -> None:
+    """What Python's csv module writes is read back, by each option."""
+    names = ["billing", "a,b", 'say "no"', "two  spaces", "back\\slash", "c"]
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(names)
+    for command, name, beside in LISTS[:6]:
+        text = line.getvalue().replace("\\", "\\\\")  # a backslash may take a comma literally, so it is doubled
+        settings: Any = load_settings(COMMANDS[command], LEAST[command] | beside | {name: text}, environment={})
+        found = getattr(settings, name)
+        assert ([label.name for label in parse_labels(found)] if name == "labels" else list(found)) == names
+        told = COMMANDS[command].model_fields[name].description
+        assert name == "levels" or "comma is put in quotes" in str(told), name
+
+
+@pytest.mark.parametrize(("command", "name", "beside"), LISTS)
+@pytest.mark.parametrize("text", ["a,,b", ",b", "a,", "a, ,b", 'a,""', ","])
+def test_an_empty_item_of_a_list_is_refused_alike(command: str, name: str, beside: Values, text: str) -> None:
+    def read() -> None:
+        settings: Any = load_settings(COMMANDS[command], LEAST[command] | beside | {name: text}, environment={})
+        parse_labels(settings.labels)  # when they are asked for
+
+    with pytest.raises(UsageError, match=r"item \d is empty: separate items by single commas") as caught:
+        read()
+    assert str(caught.value).startswith(as_typed(COMMANDS[command], name))
+
+
+@pytest.mark.parametrize("value", [["a", ""], ["a", None], ["a", 1.5], ["a", True], ["a", " "]])
+@pytest.mark.parametrize("name", ["options", "levels", "keep_columns", "labels"])
+def test_an_item_of_a_list_in_a_recipe_is_a_text(name: str, value: list[Any]) -> None:
+    Path("job.json").write_text(
+        json.dumps({name: value, **({"ask": "Is it?"} if name in ("options", "levels") else {})})
+    )
+    with pytest.raises(UsageError) as caught:
+        load_settings(ScoreSettings, LEAST["score"], recipe="job.json", environment={})
+    said = "item 2 is empty" if isinstance(value[1], str) else f"{json.dumps(value[1])} must be text: put it in quotes"
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("on_long", "eror", "--on-long 'eror': should be .*; did you mean 'error'\\?"),
+        ("dtype", "bfloat", "did you mean 'bfloat16'\\?"),
+        ("thinking", "maybe", "should be 'auto', 'off' or 'on'$"),
+    ],
+)
+def test_the_nearest_word_is_suggested_where_there_is_one(name: str, value: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        load_settings(ScoreSettings, LEAST["score"] | {name: value}, environment={})
+
+
+@pytest.mark.parametrize("other", [{"labels": "a,b"}, {"choices_column": "c"}, {"label_values": "1,2"}])
+def test_a_question_beside_labels_is_refused_without_a_word_of_files(other: Values) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_settings(ScoreSettings, LEAST["score"] | {"ask": "Is it?"} | other, environment={})
+    assert str(caught.value).startswith("--ask cannot be combined with --")
+    assert "file" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"questions": {"late": {"type": "predicate", "instructions": "Is it?"}}},
+        {"questions": [{"name": "late", "type": "predicate", "instructions": "Is it?"}]},
+        {"document": "{{ a }}", "questions": {}},
+    ],
+)
+def test_a_file_of_questions_is_no_recipe_and_the_reverse(content: Values) -> None:
+    Path("q.yaml").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"^q.yaml: it is a file of questions, .*\ngive it with --questions q.yaml$"):
+        load_settings(ScoreSettings, LEAST["score"], recipe="q.yaml", environment={})
+    Path("job.yaml").write_text(json.dumps({"input": "x.parquet", "labels": ["a", "b"]}))
+    with pytest.raises(UsageError, match=r"^--questions job.yaml: it is a recipe, .*\ngive it with --recipe$"):
+        read_questions("job.yaml")

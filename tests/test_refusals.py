@@ -42,7 +42,7 @@ WRONG = {
     ("in.jsonl", "-m", "./bare"): "bare: no .safetensors file",
     ("in.jsonl", "-m", "./damaged"): "config.json: not JSON",
     ("in.jsonl", "--labels", "Yes"): "at least two labels are needed",
-    ("in.jsonl", "--labels", "Yes,,No"): "there is an empty label",
+    ("in.jsonl", "--labels", "Yes,,No"): "--labels 'Yes,,No': item 2 is empty",
     ("in.jsonl", "--device", "abacus"): "no such device",
     ("in.jsonl", "--draft", "./no", "--keep", "0.5"): "--draft ./no: no such directory",
     ("in.jsonl", "--recipe", "no.yaml"): "no.yaml",

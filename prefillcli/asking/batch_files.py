@@ -91,6 +91,8 @@ def served_names(settings: Any, opened: Opened) -> Sequence[str]:
 class BatchAsking(LabelAsking):
     """The requests of a batch file: with `--format` what each asks for, else the labels after its prompt."""
 
+    requests = (URL, BODY)
+
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self._answers: bool = getattr(settings, "format", None) is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,12 +16,14 @@ from prefillcli.asking.forms import Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import typed_question
 from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
-from prefillcli.options.groups import LabelTexts, LabelValues
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.groups import LabelTexts, LabelValues, as_yaml
+from prefillcli.options.load import reason_of
 from prefillcli.options.plain_yaml import parse_yaml
 from prefillcli.prompts.labels import parse_labels, require_values
-from prefillcli.prompts.questions import Question, typed
-from prefillcli.prompts.templates import names_template
-from prefillcli.rows.filesystems import read_given
+from prefillcli.prompts.questions import Choice, Question, Score, typed
+from prefillcli.prompts.templates import is_rendered, names_template
+from prefillcli.rows.filesystems import read_given, utf8_text
 from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, OutputSchema, ResultRows
 
 _MOST_BYTES = 1 << 20
@@ -32,7 +35,7 @@ class QuestionEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    type: Literal["predicate", "noul", "choice", "score"] | None = None
+    type: Literal["predicate", "choice", "score", "noul"] | None = None
     instructions: Any = None  # what is asked: a text, or JSON
     choices: Any = None  # the options of a choice: values, descriptions by value, or objects as in OpenAI's API
     levels: Any = None  # of a scale, the lowest first: texts, or objects as in OpenAI's API
@@ -83,6 +86,11 @@ class AskedQuestion:
     def put(self) -> bool:
         """Whether the prompt says behind the document what is asked."""
         return bool(self.orders)
+
+    @property
+    def rendered(self) -> bool:
+        """Whether what is asked has columns of the row in it."""
+        return self.put and is_rendered(self.question.instructions)
 
     @property
     def name(self) -> str:
@@ -152,15 +160,21 @@ def read_questions(
     the nearest known one."""
     if names_template(path):
         shown = f"{option} {without_secrets(path)}"
-        raw = read_given(option, path, most=_MOST_BYTES)
+        text = utf8_text(option, path, read_given(option, path, most=_MOST_BYTES))
     else:
-        shown, raw = option, path.encode()
+        shown, text = option, path
     try:
-        loaded = parse_yaml(raw.decode())
+        loaded = parse_yaml(text)
     except ValueError as error:
         raise UsageError(f"{shown}: not valid YAML: {brief(error)}") from None
     if not isinstance(loaded, dict):
         raise UsageError(f"{shown}: it must be a mapping with the keys {', '.join(_Content.model_fields)}")
+    if "questions" in loaded and not loaded["questions"]:
+        raise UsageError(f"{shown}: questions is empty\nlist them below it, each with its name")
+    if "questions" not in loaded and set(loaded) <= set(ScoreSettings.model_fields) | {"input"}:
+        raise UsageError(
+            f"{shown}: it is a recipe, which has options, and no file of questions\ngive it with --recipe"
+        )
     if isinstance(named := loaded.get("questions"), dict):  # a map from names to questions
         listed = [{"name": name, **each} if isinstance(each, dict) else each for name, each in named.items()]
         loaded = loaded | {"questions": listed}
@@ -174,6 +188,8 @@ def read_questions(
     done: list[AskedQuestion] = []
     for each in content.questions:
         done.append(_checked(each, document, done, shown, orders))
+    if orders > 1 and not any(len(each.orders) > 1 for each in done):
+        raise UsageError(f"--orders {orders}: no question lists its options, as a choice and a score do\nleave it out")
     if content.document is not None and all(each.template is not None for each in content.questions):
         raise UsageError(f"{shown}: document is not used, as each question has its own template\nleave it out")
     parts = [
@@ -221,6 +237,8 @@ def _checked(
         return AskedQuestion(question, entry.template or f"{document}{entry.text}", when, entry.swap)
     if entry.swap is not None:
         raise UsageError(f"{where}: swap exchanges two columns of its own template, and it has none")
+    if entry.orders is not None and entry.orders > 1 and not isinstance(question, Choice | Score):
+        raise UsageError(f"{where}: orders: a predicate is yes or no, and lists no options\nleave it out")
     return AskedQuestion(with_answers(question), document, when, None, orders_of(question, entry.orders or orders))
 
 
@@ -233,11 +251,19 @@ def _labelled(entry: QuestionEntry) -> Question:
             raise UsageError(f"{key}: it belongs to a question with a type\nadd type: predicate, choice or score")
     try:
         labels = parse_labels(entry.labels)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--labels", "labels")) from None
+    _check_values(entry, [each.name for each in labels])
+    return typed(labels, entry.values, entry.name)
+
+
+def _check_values(entry: QuestionEntry, names: Sequence[str]) -> None:
+    # Raise UsageError unless its values, if it has some, are a number for each of its labels or levels.
+    try:
         if "values" in entry.model_fields_set:
-            require_values(entry.values, [each.name for each in labels])
+            require_values(entry.values, names)
     except UsageError as error:
         raise UsageError(str(error).replace("--label-values", "values").replace("--labels", "labels")) from None
-    return typed(labels, entry.values, entry.name)
 
 
 _TYPED = ("instructions", "choices", "levels", "criteria")
@@ -245,9 +271,10 @@ _TYPED = ("instructions", "choices", "levels", "criteria")
 
 def _typed(entry: QuestionEntry) -> Question:
     # A question with a type, in the forms of the APIs, or shorter.
-    for key in ("labels", "values"):
-        if key in entry.model_fields_set:
-            raise UsageError(f"{key}: a question with a type has choices or levels\nleave it out")
+    if "labels" in entry.model_fields_set:
+        raise UsageError("labels: a question with a type has choices or levels\nleave it out")
+    if "values" in entry.model_fields_set and entry.type != "score":
+        raise UsageError("values: they are numbers for labels, or for the levels of a score\nleave it out")
     given = {key: getattr(entry, key) for key in ("type", *_TYPED)}
     body = {key: value for key, value in given.items() if value is not None}
     if entry.text is not None or entry.template is not None:  # which asks by itself
@@ -255,9 +282,40 @@ def _typed(entry: QuestionEntry) -> Question:
     for key, inner in (("choices", "value"), ("levels", "label")):
         if isinstance(found := body.get(key), dict):
             found = [{inner: value, "description": told} for value, told in found.items()]
+        if isinstance(found, str):
+            raise UsageError(f"{key}: {as_yaml(found)} is one text, and a list is needed: {key}: [a, b]")
         if isinstance(found, list):
-            body[key] = [each if isinstance(each, dict) else {inner: each} for each in found]
-    return typed_question(body, entry.name)
+            listed = [each if isinstance(each, dict) else {inner: each} for each in found]
+            body[key] = [each | _as_option(each, inner, f"{key}[{at}]") for at, each in enumerate(listed)]
+    if isinstance(found := body.get("criteria"), list):
+        body["criteria"] = [each if type(each) is not int else str(each) for each in found]
+    question = typed_question(body, entry.name)
+    if isinstance(question, Score):
+        _check_values(entry, question.names)
+        return replace(question, numbers=entry.values or _numbers([each.text for each in question.options]))
+    return question
+
+
+def _numbers(levels: Sequence[str]) -> tuple[float, ...]:
+    # What levels stand for: numbers for themselves, names for their places from 0. Raises UsageError.
+    try:
+        found = tuple(map(float, levels))
+    except ValueError:
+        found = ()
+    if not found or not all(map(math.isfinite, found)):
+        return tuple(map(float, range(len(levels))))
+    if list(found) != sorted(set(found)):
+        raise UsageError(f"levels {', '.join(levels)}: the lowest comes first, and no number twice")
+    return found
+
+
+def _as_option(given: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    # The value of an option as text, unless it is a boolean or missing. A whole number in YAML is written as it is.
+    if key not in given or isinstance(value := given[key], str) or (type(value) is bool and key == "value"):
+        return {}
+    if type(value) is int:
+        return {key: str(value)}
+    raise UsageError(f"{where}: {as_yaml(value)} is no text: put it in quotes")
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
@@ -293,5 +351,10 @@ def _why(error: ValidationError, loaded: dict[Any, Any]) -> str:
         return f"{said}unknown key {key!r}{did_you_mean(key, known)}\nthere are {', '.join(known)}"
     if first["type"] == "missing":
         return f"{said}the key {key!r} is missing"
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{said}{key}: {reason}" if key else f"{said}{reason}"
+    if not key:
+        return f"{said}{reason_of(first)}"
+    value = as_yaml(first["input"])[:100]
+    if key == "type":  # of which System One's noul is suggested to nobody
+        known = ("predicate", "choice", "score")
+        return f"{said}type {value}: should be predicate, choice or score{did_you_mean(value, known)}"
+    return f"{said}{key} {value}: {reason_of(first)}"

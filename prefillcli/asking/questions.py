@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefillcli.asking.forms import ANSWER, Order, text_of, with_answers
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
@@ -22,7 +22,7 @@ from prefillcli.models.open import label_names
 from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import INSTRUCTIONS, PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.output.answers import AnswerColumns, described
@@ -44,7 +44,7 @@ class QuestionAsking(Asking):
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        asked = "--questions" if settings.ask is None else "--ask"
+        self._option = asked = "--ask" if getattr(settings, "asks_once", False) else "--questions"
         document = None if settings.template is None else read_template(settings.template)[0]
         self.file = read_questions(settings.questions, document, asked, settings.orders)
         if self.file.further and settings.evidence:
@@ -57,7 +57,7 @@ class QuestionAsking(Asking):
                 f"{settings.exit_option}: a question with swap or orders has several prompts, whose flips are not "
                 "those of their mean\nleave one of them out"
             )
-        self._templates: Sequence[RowTemplate | None] = ()
+        self._templates: Sequence[QuestionTemplates] = ()
         by_column = any(each.template is None for each in self.file.questions)
         if not by_column and "prompt_column" in settings.model_fields_set:
             raise UsageError("--prompt-column: each question has a template, which names the columns\nleave it out")
@@ -70,9 +70,15 @@ class QuestionAsking(Asking):
         return [each.name for each in self.file.questions]
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
-        self._templates = compiled(self.file, available)
-        found = (each.columns if each else (self._document(available),) for each in self._templates)
-        return tuple(dict.fromkeys(name for own in found for name in own))
+        self._templates = compiled(self.file, available, self._option)
+        found: list[str] = []
+        for whole, instructions in self._templates:
+            found += whole.columns if whole else (self._document(available),)
+            found += instructions.columns if instructions else ()
+        return tuple(dict.fromkeys(found))
+
+    def text_column(self, available: Sequence[str]) -> str | None:
+        return self._document(available) if any(each.template is None for each in self.file.questions) else None
 
     def _document(self, available: Sequence[str]) -> str:
         # The column with documents, where no template makes them.
@@ -98,7 +104,7 @@ class QuestionAsking(Asking):
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
             raise UsageError(
-                "--questions: the model's classification head is read, which has one answer to a text\n"
+                f"{self._option}: the model's classification head is read, which has one answer to a text\n"
                 "read the next token with --head vocabulary"
             )
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
@@ -118,8 +124,8 @@ class QuestionAsking(Asking):
         if getattr(inputs.labels, "digest", None) != self.file.digest:
             raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
         # A builder closes its templates: another one gets its own.
-        templates, self._templates = self._templates or compiled(self.file, available), []
-        if None in templates:
+        templates, self._templates = self._templates or compiled(self.file, available, self._option), []
+        if any(whole is None for whole, _ in templates):
             settings = replace(settings, prompt_column=self._document(available))
         return QuestionsBuilder(inputs.opened.tokenizer, settings, available, self.file, templates)
 
@@ -146,24 +152,36 @@ class QuestionLabels(Labels):
         self.each = (self, *(Labels(tokenizer, question, norm=norm, end=end) for question in others))
 
 
-def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate | None]:
-    """Compile the template of each question, for rows with the `available` columns (none: they are not known yet).
-    Raises UsageError, which names the question."""
-    found: list[RowTemplate | None] = []
+class QuestionTemplates(NamedTuple):
+    """The templates of a question: of its whole prompt or the document before it, and of what is asked, where that
+    differs from row to row."""
+
+    whole: RowTemplate | None = None
+    instructions: RowTemplate | None = None
+
+
+def compiled(file: QuestionFile, available: Sequence[str], option: str) -> list[QuestionTemplates]:
+    """Compile the templates of each question, for rows with the `available` columns (none: they are not known yet).
+    Raises UsageError, which names the option and the question."""
+    found: list[RowTemplate] = []
+    done = []
     for each in file.questions:
         try:
             template = None if each.template is None else RowTemplate(each.template)
-            found.append(template)
+            found += filter(None, [template])
+            asked = RowTemplate(each.question.instructions, name="instructions") if each.rendered else None
+            found += filter(None, [asked])
+            done.append(QuestionTemplates(template, asked))
             for name in each.swap or ():
                 if available and name not in available:
                     raise UsageError(f"swap: the input has no column {name!r}{did_you_mean(name, available)}")
                 if template is None or name not in template.columns:
                     raise UsageError(f"swap: its prompt does not use the column {name!r}")
         except UsageError as error:
-            for own in filter(None, found):
+            for own in found:
                 own.close()
-            raise UsageError(f"--questions: question {each.name!r}: {error}") from None
-    return found
+            raise UsageError(f"{option}: question {each.name!r}: {error}") from None
+    return done
 
 
 class QuestionsBuilder(PromptBuilder):
@@ -179,17 +197,26 @@ class QuestionsBuilder(PromptBuilder):
         settings: PromptSettings,
         available: Sequence[str],
         file: QuestionFile,
-        templates: Sequence[RowTemplate | None],
+        templates: Sequence[QuestionTemplates],
     ) -> None:
         count = len(file.questions)
         # The number of the question and the order of its options, of each prompt that a builder of its own makes.
         asked: list[tuple[int, Order | None]] = [(number, None) for number in range(count)]
         asked += [(number, order) for number, order in file.further if order is not None]
         first, *others = [_asking(settings, file.questions[at], templates[at], order) for at, order in asked]
-        super().__init__(tokenizer, first, available, template=templates[0])
+        super().__init__(
+            tokenizer, first, available, template=templates[0].whole, instructions=templates[0].instructions
+        )
         self._file = file
         self._rest = [
-            PromptBuilder(tokenizer, own, available, template=templates[number], chats_of=self)
+            PromptBuilder(
+                tokenizer,
+                own,
+                available,
+                template=templates[number].whole,
+                instructions=templates[number].instructions,
+                chats_of=self,
+            )
             for own, (number, _) in zip(others, asked[1:], strict=True)
         ]
         # The number of the question that each prompt of a row asks, its builder, and whether two values are exchanged.
@@ -251,13 +278,14 @@ class QuestionsBuilder(PromptBuilder):
 
 
 def _asking(
-    settings: PromptSettings, asked: AskedQuestion, template: RowTemplate | None, order: Order | None
+    settings: PromptSettings, asked: AskedQuestion, templates: QuestionTemplates, order: Order | None
 ) -> PromptSettings:
     # The settings by which rows become prompts with this question, its options in this order.
-    text = None if template is None else template.text
+    text = None if templates.whole is None else templates.whole.text
     if not asked.put:
         return replace(settings, template=text)
-    return replace(settings, template=text, question=text_of(asked.question, order), question_end=ANSWER)
+    question = replace(asked.question, instructions=INSTRUCTIONS) if templates.instructions else asked.question
+    return replace(settings, template=text, question=text_of(question, order), question_end=ANSWER)
 
 
 # The assumed number of rows for which a condition holds, as it is not known yet. The choice of packs must not depend

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.errors import UsageError, counted, did_you_mean
 from prefillcli.prompts.questions import MOST_OPTIONS, Choice, Option, Predicate, Question, Score
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
@@ -205,7 +205,7 @@ def _listed(value: Any) -> tuple[Question, ...]:
     # Those of OpenAI's API.
     if not isinstance(value, list):
         raise RequestError("questions: must be a list")
-    _count(value, "questions", 1, MOST_QUESTIONS, "questions")
+    _count(value, "questions", 1, MOST_QUESTIONS, "question")
     names: dict[str, int] = {}
     for number, each in enumerate(value):
         if isinstance(each, dict) and each.get("name") is not None:
@@ -258,7 +258,7 @@ def _mapped(value: Any) -> tuple[Question, ...]:
     # Those of System One.
     if not isinstance(value, dict):
         raise RequestError("questions: must be an object, with a question for each id")
-    _count(value, "questions", 1, MOST_QUESTIONS, "questions")
+    _count(value, "questions", 1, MOST_QUESTIONS, "question")
     if not all(name.strip() for name in value):
         raise RequestError("questions: an id is empty")
     return tuple(_primitive(each, name, f"questions[{brief_json(name)}]") for name, each in value.items())
@@ -291,7 +291,7 @@ def _primitive(value: Any, name: str, place: str) -> Question:
 
 
 def _made(kind: Callable[..., Asked], asked: str, name: str, options: Sequence[Option], place: str) -> Asked:
-    _count(options, place, 2, MOST_OPTIONS, "options" if kind is Choice else "levels")
+    _count(options, place, 2, MOST_OPTIONS, "option" if kind is Choice else "level")
     with _errors_at(place):  # of two that are equal, or without a text
         return kind(asked, tuple(options), name=name)
 
@@ -318,7 +318,8 @@ def _type(value: Any, place: str, known: Sequence[str], usual: str | None = None
 
 def _one_of(value: Any, place: str, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
-        raise RequestError(f"{place}: {brief_json(value)} is not {' or '.join(known)}")
+        near = did_you_mean(value[:60], known) if isinstance(value, str) else ""
+        raise RequestError(f"{place}: {brief_json(value)} is not {' or '.join(known)}{near}")
     return value
 
 
@@ -340,7 +341,7 @@ def _object(value: Any, place: str, *, needed: Collection[str], known: Collectio
 def _count(values: Collection[Any], place: str, least: int, most: int, what: str) -> None:
     if not least <= len(values) <= most:
         limit = f"at least {least}" if len(values) < least else f"at most {most}"
-        raise RequestError(f"{place}: {len(values):,} {what}, {limit}")
+        raise RequestError(f"{place}: {counted(len(values), what)}, {limit}")
 
 
 def _text(value: Any, place: str, *, empty: bool = False) -> str:

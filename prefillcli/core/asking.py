@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.prompts.builder import prompt_column
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 class Asking(ABC):
     """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one.
 
-    `carried` columns of the input go to the output, because what is written is made of them.
+    `carried` columns of the input go to the output, because what is written is made of them. Those in `requests` hold
+    requests of an API.
     """
 
     carried: Sequence[str] = ()
+    requests: Sequence[str] = ()
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -36,6 +40,11 @@ class Asking(ABC):
         """Return the labels for the model in this folder or file by their names alone, before torch is imported; None
         where they are not known yet."""
         return None
+
+    def text_column(self, available: Sequence[str]) -> str | None:
+        """Return the column with the prompts of rows with the `available` ones; None where a template makes them."""
+        settings = self.settings
+        return None if settings.template is not None else prompt_column(settings.prompt_column, available)
 
     @abstractmethod
     def labels(self, opened: Opened) -> Labels:

@@ -90,6 +90,7 @@ class Inputs:
             columns=builder.needed,
             carried=self.carried,
             optional=builder.optional,
+            requests=self.asking.requests,
             max_row_bytes=builder.max_row_bytes,
         )
         return builder

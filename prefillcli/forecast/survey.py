@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from pydantic import BaseModel, Field
 
 from prefillcli.core.request import Request, plan_requests, planned_variants
@@ -23,7 +24,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.reading.compress.compressor import KeptTokens
 from prefillcli.report.section import Part, Section, TableRows, bars, price
-from prefillcli.rows.output.columns import MOST, Counts
+from prefillcli.rows.output.columns import MOST, Counts, shown_ids
 from prefillcli.rows.records import SKIPPED_CODES, ErrorCode, Prompt, Window
 from prefillcli.runtime.clock import duration
 
@@ -184,9 +185,11 @@ _BINS = 16
 
 
 class InputStatistics:
-    """Adds up the statistics of windows, in about eight bytes a row."""
+    """Adds up the statistics of windows, in about eight bytes a row. Error rows are named by the `id_column`, which
+    may be JSON text."""
 
-    def __init__(self) -> None:
+    def __init__(self, id_column: str | None = None, *, json_text: bool = False) -> None:
+        self._id_column, self._json_text = id_column, json_text
         self.lengths: Counter[int] = Counter()  # number of prompts by their tokens
         self._rows = SurveyRows()
         self._codes: Counter[str] = Counter()
@@ -204,9 +207,14 @@ class InputStatistics:
         rows.truncated += sum(prompt.truncated for prompt in window.prompts)
         self._codes.update(error.code for error in window.errors.values())
         found = sorted((row, error) for row, error in window.errors.items() if error.code not in SKIPPED_CODES)
+        found = found[: MOST - len(rows.failed)]
+        ids: Sequence[str | None] = [None] * len(found)
+        if self._id_column is not None and found:
+            places = pa.array([window.place(row) for row, _ in found])
+            ids = shown_ids(window.carried[self._id_column].take(places), self._json_text)
         rows.failed += [
-            {"row": row, "id": None, "code": str(error.code), "detail": error.detail}
-            for row, error in found[: MOST - len(rows.failed)]
+            {"row": row, "id": own, "code": str(error.code), "detail": error.detail}
+            for own, (row, error) in zip(ids, found, strict=True)
         ]
         self.lengths.update(map(len, tokens))
         digests = (int.from_bytes(blake2b(each.tobytes(), digest_size=8).digest(), "little") for each in tokens)

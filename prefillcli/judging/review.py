@@ -110,7 +110,10 @@ def read_floors(text: str) -> tuple[Floors, dict[str, str] | None]:
     if (floor := _floor(text)) is not None:
         return {_ALL: {None: floor}}, None
     if "=" in text and not text.endswith(".json"):
-        pairs = [[side.strip() for side in each.partition("=")] for each in split_names(text)]
+        try:
+            pairs = [[side.strip() for side in each.partition("=")] for each in split_names(text)]
+        except ValueError as error:
+            raise UsageError(f"{OPTION} {text}: {error}") from None
         floors = {name: _floor(number) for name, _, number in pairs}
         if len(floors) < len(pairs) or not all(floors) or None in floors.values():
             raise UsageError(

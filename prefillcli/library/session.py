@@ -14,6 +14,7 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack, get_args
 
+import numpy as np
 import pyarrow as pa
 
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
@@ -118,6 +119,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _of_items(items: list[Any], text_column: str) -> GivenRows:
+    items = [None if _is_missing(each) else each for each in items]
     if items and all(isinstance(each, PathLike) for each in items):
         return tuple(fspath(each) for each in items)
     if all(each is None or isinstance(each, str) for each in items):
@@ -149,6 +151,10 @@ def _of_columns(columns: Iterable[tuple[Any, Any]], kind: pa.DataType | None = N
 
 def _column(name: Any, values: Any, kind: pa.DataType | None, bad: dict[int, str]) -> Any:
     # The values as an array. Rows with a text that is not Unicode are added to `bad`.
+    if isinstance(values, np.ndarray) and values.dtype == object:
+        values = values.tolist()
+    if isinstance(values, list | tuple):
+        values = [None if _is_missing(each) else each for each in values]
     if isinstance(values, str | bytes):
         raise UsageError(f"column {name!r} is one text; for one row give a list of one dict\n{_TAKEN}")
     try:
@@ -163,6 +169,11 @@ def _column(name: Any, values: Any, kind: pa.DataType | None, bad: dict[int, str
         return _column(name, whole, kind, bad)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"column {name!r}: its values have no type in common: {brief(error)}") from None
+
+
+def _is_missing(value: Any) -> bool:
+    # Whether it is NaN, or NaT or NA of pandas: a data frame's own table has nulls for them.
+    return (isinstance(value, float) and value != value) or type(value).__name__ in ("NaTType", "NAType")
 
 
 def _is_unicode(value: Any) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, counted
 from prefillcli.models.files import read_header, weight_files
 from prefillcli.models.heads import ClassHead, auto_class
 from prefillcli.models.multimodal import TextPart
@@ -186,7 +186,7 @@ def require_complete(
     """
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
-        raise UsageError(f"{origin}: the weights lack {len(missing)} tensors, {missing[0]} among them")
+        raise UsageError(f"{origin}: the weights lack {counted(len(missing), 'tensor')}, {missing[0]} among them")
     left = sorted(_without_reason(model, info["unexpected_keys"], quantised=quantised))
     left = [name for name in left if folder is None or not _adds_nothing(folder, name)]
     if left:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import LabelValues, NameList, split_names
+from prefillcli.options.groups import QUOTED, LabelValues, NameList, split_names
 from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Settings, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.questions import Question
@@ -66,18 +66,19 @@ class AskOptions(Settings):
 
     ask: str | None = option(
         None,
-        "Ask this about each row: yes or no, or with --options or --levels. The column answer has the probability of "
-        "yes, the chosen option, or the expected level.",
+        "Ask this about each row, with its columns as {{ product }}: yes or no, or with --options or --levels. The "
+        "column answer has the probability of yes, the chosen option, or the expected level.",
         ANSWERS, level="first", changes="scores", metavar="TEXT", text=True,
     )  # fmt: skip
     options: NameList = option(
         (),
-        "Options that --ask chooses from, comma-separated: billing,technical,other.",
+        f"Options that --ask chooses from, comma-separated: billing,technical,other. {QUOTED}",
         ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
     )  # fmt: skip
     levels: NameList = option(
         (),
-        "Levels that --ask scores by, from the lowest to the highest: calm,annoyed,angry.",
+        "Levels that --ask scores by, from the lowest to the highest: calm,annoyed,angry, which count from 0, or "
+        "numbers, which stand for themselves: 1,2,3,4,5.",
         ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
     )  # fmt: skip
     orders: int = option(
@@ -107,11 +108,16 @@ class AskOptions(Settings):
             return given
         asked, ask = given.get("questions"), given.get("ask")
         if isinstance(ask, str) and asked is None:
-            asked = [asked_question(ask, given.get("options") or (), given.get("levels") or ())]
+            try:
+                asked = [asked_question(ask, given.get("options") or (), given.get("levels") or ())]
+            except ValueError:  # the option's own validator says why
+                return given
+        if isinstance(asked, Mapping):
+            asked = json.dumps({"questions": asked}, ensure_ascii=False, indent=1, default=str)
         if isinstance(asked, Sequence) and not isinstance(asked, str):
             asked = question_text(asked)
-        elif isinstance(asked, str) and asked.lstrip().startswith("{"):
-            asked = f"{asked}\n"  # a text, and no path
+        elif isinstance(asked, str) and asked.lstrip().startswith("{") and "\n" not in asked:
+            asked = f"{asked}\n"  # a text, and no path; settings that are validated again keep theirs
         return given if asked is None else {**given, "questions": asked}
 
 
@@ -171,7 +177,8 @@ class BatchInput(Settings):
 
     served_model_name: NameList = option(
         (),
-        "Names by which requests may ask for the model. (default: --model, and the end of its path)",
+        f"Names by which requests may ask for the model, comma-separated. {QUOTED} (default: --model, and the end of "
+        "its path)",
         ANSWERS, changes="scores", metavar="NAMES",
     )  # fmt: skip
 

@@ -160,6 +160,13 @@ REFUSED: tuple[Refused, ...] = (
         "it fits a number to each label, and rows have none in common; only a temperature fits choices, and "
         "--temperature takes it",
     ),
+    *_refused(
+        "--ask",
+        ("--labels", "--choices-column"),
+        "the answer is yes or no, or one of --options or --levels",
+        "give --options instead, or a whole prompt with --template",
+    ),
+    *_refused("--ask", "--label-values", "levels that are numbers stand for themselves", "give --levels 1,2,3"),
     *_refused("--questions", ("--labels", "--choices-column"), "each question has its labels in the file"),
     *_refused("--questions", "--label-values", "a question has its values in the file"),
     *_refused("--options", "--levels", "a question is a choice or a score"),

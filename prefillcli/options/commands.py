@@ -21,6 +21,7 @@ from prefillcli.options.asking import (
 from prefillcli.options.combinations import refuse_combinations
 from prefillcli.options.followup import EvidenceOptions, RationaleOptions, WritingOptions
 from prefillcli.options.groups import (
+    QUOTED,
     BudgetOptions,
     DraftOptions,
     EndingOptions,
@@ -128,7 +129,7 @@ class ScoreSettings(
     )  # fmt: skip
     keep_columns: NameList = option(
         (),
-        r"Input columns to copy to the output, comma-separated; \, is a comma in a name. * stands for all.",
+        "Input columns to copy to the output, comma-separated. * stands for all. " + QUOTED,
         FILES,
         level="first",
         changes="columns",
@@ -266,7 +267,7 @@ class InspectSettings(
 
     row: str | None = option(
         None,
-        "Id of the row with --id-column, else its number from 0. (default: the first row)",
+        "Number of the row from 0, or with --id-column its id. (default: the first row)",
         FILES,
         level="first",
         changes="rows",

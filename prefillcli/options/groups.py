@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,42 +26,50 @@ from prefillcli.options.option import (
     option,
 )
 from prefillcli.plan import DEFAULT, SCHEDULES
+from prefillcli.prompts.lists import non_empty, split_list
 from prefillcli.rows.output import Shard
 from prefillcli.runtime.memory import parse_size
 
+QUOTED = "An item with a comma is put in quotes: 'a,\"b, c\"'."  # of lists of names, as `split_list` reads them
+
 
 def split_names(value: object) -> tuple[str, ...]:
-    r"""Split a text into its names, separated by commas; a backslash before a comma or a backslash takes it literally.
-    A list has one name in each item."""
+    """Return the names in a text: see `split_list`. A list has one name in each item. Raises ValueError."""
     if isinstance(value, list | tuple):
-        return tuple(map(str, value))
-    parts = re.findall(r"(?:\\.|[^,])+", str(value), re.DOTALL)
-    return tuple(re.sub(r"\\([,\\])", r"\1", part.strip()) for part in parts if part.strip())
+        return tuple(non_empty(_as_texts(value)))
+    return tuple(split_list(str(value))) if str(value) else ()
 
 
-def _split_words(value: object) -> object:
-    # The same for words without commas, in an option that may be given several times.
+def split_repeated(value: object) -> tuple[str, ...]:
+    """Return the names of an option that may be given several times, each with one name or more. Raises ValueError."""
     parts = value if isinstance(value, list | tuple) else [value]
-    return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+    return tuple(name for part in parts for name in split_names(str(part)))
 
 
-def _as_texts(value: object) -> object:
+def _as_texts(value: object) -> tuple[str, ...]:
     # One text, or several. A whole number in a recipe is written as it is; of 1.10 the last 0 would be lost.
     texts = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(text, str) or type(text) is int for text in texts):
-        raise ValueError("must be text: put it in quotes")
+    for text in texts:
+        if not isinstance(text, str) and type(text) is not int:
+            raise ValueError(f"{as_yaml(text)} must be text: put it in quotes")
     return tuple(map(str, texts))
+
+
+def as_yaml(value: object) -> str:
+    """Return a value as it is written in YAML, for a message."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _labels_as_text(value: object) -> object:
     # The labels 1 and 0 are numbers in a recipe.
-    return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
+    return non_empty(_as_texts(value)) if isinstance(value, list | tuple) else value
 
 
 def _as_numbers(value: object) -> object:
     # `1,2,3` is a list of three numbers.
+    numbers: Any = split_names(value) if isinstance(value, str) else value
     try:
-        return tuple(map(float, value.split(",") if isinstance(value, str) else value))  # type: ignore[call-overload]
+        return tuple(map(float, numbers))
     except (TypeError, ValueError):
         raise ValueError("must be numbers, as in 1,2,3,4,5") from None
 
@@ -167,7 +176,7 @@ def _check_separator(text: str) -> str:
 ByteSize = Annotated[str, AfterValidator(_check_size)]
 TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(split_names)]
-WordList = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
+WordList = Annotated[tuple[str, ...], BeforeValidator(split_repeated)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(count_or_auto)]
 if TYPE_CHECKING:
     ScheduleName = str
@@ -371,7 +380,7 @@ class PromptOptions(Settings):
     labels: LabelTexts = option(
         "Yes,No",
         "Answers of any length, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, "
-        "classes.",
+        "classes. " + QUOTED,
         ANSWERS, level="first", changes="scores", metavar="LABELS", text=True,
     )  # fmt: skip
     label_norm: Literal["none", "tokens", "bytes"] = option(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import NameList, RowRange, TextList, split_names
+from prefillcli.options.groups import QUOTED, NameList, RowRange, TextList, split_names
 from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
 from prefillcli.options.requirements import ALL_ROWS, Requirement
 from prefillcli.rows.output import ANSWER
@@ -20,7 +20,10 @@ TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the ri
 
 def truths_by_question(truth: str) -> dict[str, str]:
     """Return the column with the right answers to each of several questions. Raises UsageError."""
-    pairs = [[side.strip() for side in text.partition("=")] for text in split_names(truth)]
+    try:
+        pairs = [[side.strip() for side in text.partition("=")] for text in split_names(truth)]
+    except ValueError as error:
+        raise UsageError(f"--truth {truth}: {error}") from None
     found = {name: column for name, _, column in pairs}
     if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
         raise UsageError(
@@ -158,7 +161,7 @@ class ProbabilityOptions(Settings):
     )  # fmt: skip
     calibrate_columns: NameList = option(
         (),
-        "Columns of prompts that --calibrate-with replaces, comma-separated. (default: all that hold text)",
+        f"Columns of prompts that --calibrate-with replaces, comma-separated. {QUOTED} (default: all that hold text)",
         ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
 from prefillcli.options.option import Settings, as_typed, details_of, unescaped
 from prefillcli.prompts.questions import Question
-from prefillcli.rows.filesystems import read_given
+from prefillcli.rows.filesystems import read_given, utf8_text
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
@@ -95,14 +95,34 @@ def load_settings(
 
 
 def _refuse_other_bytes(value: Any, origin: str) -> None:
-    # Raise UsageError for bytes of the command line or the environment that were not decoded as UTF-8.
-    for each in (value,) if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
-        try:
-            str(each).encode()
-        except UnicodeEncodeError:
-            ascii_locale = codecs.lookup(sys.getfilesystemencoding()).name != "utf-8"
-            advice = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1" if ascii_locale else "write it in UTF-8, or rename the file"
-            raise UsageError(f"{origin} is not UTF-8: {each!r}\n{advice}") from None
+    # Raise UsageError for bytes of the command line or the environment that were not decoded as UTF-8, and for half a
+    # surrogate pair from Python.
+    if isinstance(value, Question):
+        value = value.to_json()
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            _refuse_other_bytes(each, origin)
+    if not isinstance(value, str):
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        if not "\udc80" <= value[error.start] <= "\udcff":  # how Python keeps the bytes that it cannot decode
+            raise UsageError(
+                f"{origin} has half a surrogate pair: {_shown(value)}\nwrite the character itself"
+            ) from None
+        ascii_locale = codecs.lookup(sys.getfilesystemencoding()).name != "utf-8"
+        advice = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1" if ascii_locale else "write it in UTF-8, or rename the file"
+        raise UsageError(f"{origin} is not UTF-8: {value!r}\n{advice}") from None
+
+
+def reason_of(error: Mapping[str, Any]) -> str:
+    """Return what pydantic says of a wrong value, with the nearest of the words that it may be."""
+    reason = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    words = re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
+    return reason + did_you_mean(str(error["input"])[:60], words)
 
 
 class _Merged:
@@ -130,7 +150,7 @@ class _Merged:
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            reason = reason_of(first)
             if len(reason) > _MOST_REASON:
                 reason = f"{reason[:_MOST_REASON]} ..."
             raise UsageError(f"{self.origin.get(name, name)} {_shown(first['input'])}: {reason}") from None
@@ -383,13 +403,15 @@ def read_recipe(path: str) -> dict[str, Any]:
     """Read the options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
     from prefillcli.options.plain_yaml import parse_yaml  # YAML takes a while to import
 
-    content = read_given("--recipe", path, most=_MOST_BYTES)
+    content = utf8_text("--recipe", path, read_given("--recipe", path, most=_MOST_BYTES))
     try:
-        loaded = parse_yaml(content.decode())
+        loaded = parse_yaml(content)
     except ValueError as error:
         raise UsageError(f"{path}: the recipe is not valid YAML: {brief(error)}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise UsageError(f"{path}: a recipe must be a mapping of option names to values")
+    if "questions" in loaded and set(loaded) <= {"document", "questions"} and not isinstance(loaded["questions"], str):
+        raise UsageError(f"{path}: it is a file of questions, and no recipe\ngive it with --questions {path}")
     return {str(key): value for key, value in loaded.items()}

@@ -14,8 +14,8 @@ _MOST_VALUES = 100_000
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 by its core schema, and merge keys. Yes and No are text, as labels are, and so are dates and 1:10.
 
-    PyYAML reads YAML 1.1. Raises ValueError for a mapping that has a key twice, and for a number like 010, which is 8
-    there.
+    PyYAML reads YAML 1.1. Raises ValueError for a mapping that has a key twice, for a number like 010, which is 8
+    there, and for half a surrogate pair.
     """
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
@@ -28,11 +28,26 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key.value)
         return node
 
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        node.value = _joined(node.value, node.start_mark.line + 1)
+        return node
+
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = str(self.construct_scalar(node))
         if re.fullmatch("[-+]?0[0-9]+", text):
             raise ValueError(f"line {node.start_mark.line + 1}: {text}: leave out the first 0, or put it in quotes")
         return int(text, 0)
+
+
+def _joined(text: str, line: int) -> str:
+    # JSON writes a character above U+FFFF as two escapes, of which PyYAML makes two characters.
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"line {line}: {text[:60]!a} has half a surrogate pair: a character above U+FFFF takes two"
+        ) from None
 
 
 _Loader.yaml_implicit_resolvers = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import CONTROLS, ByteSize, DraftOptions, count_or_auto, read_mapping
+from prefillcli.options.groups import CONTROLS, ByteSize, DraftOptions, count_or_auto, read_mapping, split_repeated
 from prefillcli.options.option import (
     BENCH,
     COMPRESSION,
@@ -80,11 +80,6 @@ def _check_odd(number: int) -> int:
     return number
 
 
-def _split_numbers(value: object) -> object:
-    parts = value if isinstance(value, list | tuple) else [value]
-    return tuple(rate for part in parts for rate in str(part).split(",") if rate)
-
-
 def _number_or_auto(value: object) -> object:
     if value == "auto":
         return value
@@ -100,7 +95,7 @@ KeepRate = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 TokenThreshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(count_or_auto)]
 
 
-KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split_numbers)]
+KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(split_repeated)]
 
 
 OddNumber = Annotated[int, AfterValidator(_check_odd)]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.errors import UsageError, brief
+from prefillcli.errors import UsageError, brief, counted
 from prefillcli.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.prompts.shortening import RowTexts, Shortening
@@ -31,6 +31,8 @@ from prefillcli.rows.records import (
     without_nulls,
 )
 from prefillcli.runtime import log
+
+INSTRUCTIONS = "\0"  # stands in a question for what is asked of the row
 
 OnLong = Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
 
@@ -59,7 +61,7 @@ def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int
         return tokens
     if on_long in ("error", "skip"):
         code = ErrorCode.PROMPT_TOO_LONG if on_long == "error" else ErrorCode.SKIPPED_TOO_LONG
-        return RowError(code, f"{len(tokens)} tokens, the limit is {max_length}")
+        return RowError(code, f"{counted(len(tokens), 'token')}, the limit is {max_length}")
     head = 0
     if on_long == "truncate-right":
         head = max_length
@@ -152,7 +154,8 @@ class PromptSettings:
     pair_column: str | None = None  # column with the second text of a pair, for an encoder
     # Whether prompts note their rows' values, so that sections of them can be left out.
     sections: bool = False
-    # The question behind each row's own text, and what ends a prompt with a question that is no chat.
+    # The question behind each row's own text, with `INSTRUCTIONS` for those that are rendered for each row, and what
+    # ends a prompt with a question that is no chat.
     question: str = ""
     question_end: str = ""
 
@@ -227,8 +230,9 @@ class PromptBuilder:
     """Makes prompts of rows.
 
     `available` are the column names of the input (`Source.available`), `template` is that of the settings if it is
-    compiled already. Chats are rendered by the process of the builder `chats_of`, if there is one with the same way to
-    the answer. Raises UsageError if the settings contradict each other or the tokenizer.
+    compiled already. `instructions` say what is asked of each row, where the settings' question leaves a place. Chats
+    are rendered by the process of the builder `chats_of`, if there is one with the same way to the answer. Raises
+    UsageError if the settings contradict each other or the tokenizer.
     """
 
     def __init__(
@@ -238,6 +242,7 @@ class PromptBuilder:
         available: Sequence[str] = (),
         *,
         template: RowTemplate | None = None,
+        instructions: RowTemplate | None = None,
         group_chars: int = GROUP_CHARS,
         chats_of: PromptBuilder | None = None,
     ) -> None:
@@ -251,8 +256,11 @@ class PromptBuilder:
         self.template = template if settings.template is None or template else RowTemplate(settings.template)
         # The column with the prompt, where there is no template.
         self.column = prompt_column(settings.prompt_column, available)
-        # The columns that prompts are made of.
-        self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
+        self._instructions = instructions
+        asked = instructions.columns if instructions else ()
+        # The columns of the text, or of the document before a question, and all that prompts are made of.
+        self._documents: tuple[str, ...] = self.template.columns if self.template else (self.column,)
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys((*self._documents, *asked)))
         # Those, and the ones of pairs and labels: what `build` needs of a row.
         further = (*filter(None, [settings.pair_column]), *settings.label_columns)
         self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *further)))
@@ -276,7 +284,7 @@ class PromptBuilder:
         self.told: set[str] = set()  # what was said of prompts and answers; each is said once
         # The characters of templates and system messages, which are no data.
         typed = [self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None)]
-        typed += [settings.question, settings.question_end]
+        typed += [settings.question, settings.question_end, instructions and instructions.text]
         typed += [settings.choices.answer_prefix, settings.choices.options]
         self._typed = frozenset("".join(map(str, typed)))
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
@@ -310,6 +318,7 @@ class PromptBuilder:
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
         further = [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
         further.append(settings.empty_text if settings.empty_text == "skip" else None)
+        further += [self._instructions and self._instructions.text]
         text = json.dumps([*parts, *filter(None, further)])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -386,7 +395,7 @@ class PromptBuilder:
 
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
         # The values of a row whose texts may be cut, by column.
-        names = dict.fromkeys([*self.columns, *filter(None, [self.settings.pair_column])])
+        names = dict.fromkeys([*self._documents, *filter(None, [self.settings.pair_column])])
         return {name: batch.columns[name][place] for name in names}
 
     def _cut(self, batch: RowBatch, rows: Mapping[int, Shortening]) -> RowBatch:
@@ -411,7 +420,10 @@ class PromptBuilder:
         """One that makes the same prompts, for another thread."""
         text = None if self.template is None else self.template.text  # its file may have been replaced by now
         settings = replace(self.settings, template=text)
-        return prompt_builder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
+        asked = self._instructions and RowTemplate(self._instructions.text, name="instructions")
+        return prompt_builder(
+            self._tokenizer, settings, (self.column,), instructions=asked, group_chars=self._group_chars
+        )
 
     def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
         """Return what makes the prompts of this number of rows with several prompts, and the labels after them."""
@@ -420,7 +432,7 @@ class PromptBuilder:
     def close(self) -> None:
         """Stop rendering and tokenising for good, in whatever thread."""
         self._closed = True
-        for renderer in (self.template, self._chat_template):
+        for renderer in (self.template, self._instructions, self._chat_template):
             if renderer is not None:
                 renderer.close()
 
@@ -463,10 +475,11 @@ class PromptBuilder:
     def _values(
         self, batch: RowBatch, errors: dict[int, RowError]
     ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
-        # The rows without an error, each with the text of the template or the value of the prompt's column.
+        # The rows without an error, each with the text of the template or the value of the prompt's column, and with
+        # the question behind it where that is rendered too.
         columns = [batch.columns[name] for name in self.columns]
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
-        if self.template is None:
+        if self.template is None and self._instructions is None:
             for at, row in places:
                 value = without_escapes(columns[0][at])
                 yield row, *self._literal(value, joined=self.chat or self.column == "messages")
@@ -483,10 +496,25 @@ class PromptBuilder:
                 marked.append(marks)
         done = 0
         while done < len(values):
-            texts = self.template.render(values[done:], self._group_chars)
+            texts = self._rendered(values[done:])
             end = done + len(texts)
             yield from zip(rows[done:end], texts, marked[done:end], strict=True)
             done = end
+
+    def _rendered(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+        # The texts of the first of these rows, or what their column holds, or why there are none.
+        texts: Sequence[Any] = [row[self.column] for row in rows] if self.template is None else ()
+        if self.template is not None:
+            texts = self.template.render(rows, self._group_chars)
+        if self._instructions is None:
+            return texts
+        asked = self._instructions.render(rows[: len(texts)])
+        return [self._with_instructions(text, own) for text, own in zip(texts, asked, strict=True)]
+
+    def _with_instructions(self, text: Any, asked: str | RowError) -> Any:
+        if not isinstance(text, str) or not text.strip():
+            return text  # of which an error says so
+        return asked if isinstance(asked, RowError) else text + self.settings.question.replace(INSTRUCTIONS, asked)
 
     def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
         # Values of a row in which the tokenizer finds no control token, and the replacements made for that.
@@ -534,7 +562,7 @@ class PromptBuilder:
         wrong = text_error(text, "the prompt", self.max_row_bytes)
         if wrong is not None:
             return wrong
-        text += self.settings.question
+        text += "" if self._instructions else self.settings.question
         if not self.chat:
             return RawPrompt(row, text + self.settings.question_end)
         return self._from_messages(row, [{"role": "user", "content": text}])
@@ -833,11 +861,12 @@ def prompt_builder(
     available: Sequence[str] = (),
     *,
     template: RowTemplate | None = None,
+    instructions: RowTemplate | None = None,
     group_chars: int = GROUP_CHARS,
 ) -> PromptBuilder:
     """Return what makes prompts of rows for a model. The arguments, and what it raises, as of `PromptBuilder`."""
     kind = EncoderBuilder if settings.encoder else PromptBuilder
-    return kind(tokenizer, settings, available, template=template, group_chars=group_chars)
+    return kind(tokenizer, settings, available, template=template, instructions=instructions, group_chars=group_chars)
 
 
 def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:

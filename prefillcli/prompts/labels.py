@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, counted
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.prompts.encoding import Controls, Encoder
+from prefillcli.prompts.lists import split_list
 from prefillcli.prompts.questions import Label, Question, typed
 from prefillcli.rows.records import ErrorCode, Int32Array, TokenText, Window
 from prefillcli.stats.evaluation import Measure
@@ -34,10 +35,13 @@ class LabelError(UsageError):
 def parse_labels(labels: str | Sequence[str], *, least: int = 2) -> tuple[Label, ...]:
     r"""Labels of `--labels`: `Yes,No`, or `Yes= Yes|yes|YES,No= No|no` with literal variants.
 
-    A list has one label per item. A backslash before `,` `|` `=` or `\` takes it literally. Raises UsageError
-    if there are fewer than `least` labels, an empty one, or one name twice.
+    A list has one label per item. In a text they are items of CSV (`split_list`), and a backslash before `|` or `=`
+    takes it literally too. Raises UsageError if there are fewer than `least` labels, an empty one, or one name twice.
     """
-    items = _split(labels, ",") if isinstance(labels, str) else list(labels)
+    try:
+        items = split_list(labels, keep_escapes=True) if isinstance(labels, str) else list(labels)
+    except ValueError as error:
+        raise UsageError(f"--labels {labels!r}: {error}") from None
     parsed = tuple(_parse_label(item) for item in items)
     if len(parsed) < least:
         raise UsageError(f"--labels {labels!r}: at least two labels are needed, as in Yes,No")
@@ -53,7 +57,8 @@ def require_values(values: Sequence[float], names: Sequence[str]) -> None:
     given = ",".join(f"{value:g}" for value in values)
     if len(values) != len(names):
         raise UsageError(
-            f"--label-values {given}: {len(values)} numbers for {len(names)} labels: {', '.join(names)}\n"
+            f"--label-values {given}: {counted(len(values), 'number')} for {counted(len(names), 'label')}: "
+            f"{', '.join(names)}\n"
             "give one number for each label, in the order of --labels"
         )
     if not np.isfinite(values).all() or len(set(values)) == 1:
@@ -138,7 +143,7 @@ def _split(text: str, mark: str, most: int = 0) -> list[str]:
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\([,|=\\])", r"\1", text)
+    return re.sub(r"\\([,|=\"\\])", r"\1", text)
 
 
 def _own_end(text: str) -> int:

@@ -141,7 +141,8 @@ class Choice(Question):
 @dataclass(frozen=True, slots=True)
 class Score(Question):
     """Asks for a level of a scale, whose `levels` are named from the lowest to the highest, in a mapping with their
-    descriptions. They stand for the numbers 0, 1, ..., unless `numbers` says otherwise.
+    descriptions. They stand for `numbers`. Without these a job counts them from 0, unless all of them are numbers,
+    which stand for themselves: "1", "2", "3".
 
     Raises UsageError for fewer than 2 levels, and two that are equal.
     """
@@ -156,7 +157,7 @@ class Score(Question):
             raise UsageError("a scale has 2 levels or more")
         _require_distinct(levels, "level")
         object.__setattr__(self, "levels", levels)
-        object.__setattr__(self, "numbers", self.numbers or tuple(map(float, range(len(levels)))))
+        object.__setattr__(self, "numbers", tuple(self.numbers) or _places(levels))
         if not self.answers:
             object.__setattr__(self, "answers", _labels(levels))
 
@@ -170,7 +171,8 @@ class Score(Question):
 
     def to_json(self) -> dict[str, Any]:
         levels = [{"label": each.text, "description": each.description} for each in self.options]
-        return Question.to_json(self) | {"levels": levels}
+        values = {} if self.numbers == _places(levels) else {"values": list(self.numbers)}
+        return Question.to_json(self) | {"levels": levels} | values
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,11 @@ def typed(answers: Sequence[Label], values: Sequence[float] = (), name: str = ""
     if values:
         return Score(numbers=tuple(values), name=name, answers=own)
     return Predicate(name=name, answers=own) if len(own) == 2 else Choice(name=name, answers=own)
+
+
+def _places(levels: Sequence[Any]) -> tuple[float, ...]:
+    # What levels stand for unless their numbers are given.
+    return tuple(map(float, range(len(levels))))
 
 
 def _options(given: Any) -> tuple[Option, ...]:

@@ -33,7 +33,7 @@ from prefillcli.prompts.encoding import Encoder, NotLiteral
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.sandbox import compile_template
 from prefillcli.prompts.thinking import AS_USUAL, DATE, ChatChoices, Way
-from prefillcli.rows.filesystems import read_given
+from prefillcli.rows.filesystems import read_given, utf8_text
 from prefillcli.rows.records import ErrorCode, RowError
 from prefillcli.runtime.memory import resident_memory_of
 
@@ -306,18 +306,19 @@ def read_template(template: str) -> tuple[str, str]:
     """The Jinja text of `--template`, itself text or a file's path, and a name for messages.
 
     Text is taken whole. The line break that ends a file's last line, which editors add, is not part of its text.
-    Raises UsageError if it is neither.
+    Raises UsageError if it is neither, or not UTF-8.
     """
     if not names_template(template):
         return template, "--template"
     shown = template if len(template) < 200 else f"{template[:100]}..."
     try:
-        return _LAST_BREAK.sub("", read_given("--template", template).decode()), template
-    except (UsageError, UnicodeDecodeError) as error:
+        data = read_given("--template", template)
+    except UsageError as error:
         reason = str(error).removeprefix(f"--template {template}: ")
         raise UsageError(
             f"--template {shown}: neither Jinja text (it has no {{{{ column }}}}) nor a readable file ({reason})"
         ) from None
+    return _LAST_BREAK.sub("", utf8_text("--template", template, data)), template
 
 
 def names_template(template: str) -> bool:
@@ -325,14 +326,20 @@ def names_template(template: str) -> bool:
     return not any(mark in template for mark in (*_MARKS, "\n"))
 
 
+def is_rendered(instructions: str) -> bool:
+    """Return whether what a question asks has columns of the row in it, `{{ product }}`."""
+    return "{{" in instructions or "{%" in instructions
+
+
 class RowTemplate(Renderer):
-    """A compiled template: rows are its variables.
+    """A compiled template, as `--template` gives it, or a text that messages call by this `name`: rows are its
+    variables.
 
     Raises UsageError with the line of a syntax error, or if the template cannot be compiled within the limits.
     """
 
-    def __init__(self, template: str, limits: RenderLimits | None = None) -> None:
-        self.text, name = read_template(template)
+    def __init__(self, template: str, limits: RenderLimits | None = None, *, name: str = "") -> None:
+        self.text, name = (template, name) if name else read_template(template)
         spec = {"kind": "template", "text": self.text, "name": name}
         super().__init__(spec, code=ErrorCode.TEMPLATE_ERROR, limits=limits)
 

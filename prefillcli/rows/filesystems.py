@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -425,6 +426,26 @@ def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTE
     if len(found) > most:
         raise UsageError(f"{option} {shown}: it holds more than {most >> 20} MiB\n{again}".rstrip())
     return found
+
+
+def utf8_text(option: str, path: str, data: bytes) -> str:
+    """Return the text of a file that an option names, without its byte order mark. Raises UsageError, which explains
+    how to convert it, where it is not UTF-8."""
+    if b"\0" not in data:
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            pass
+    likely = "WINDOWS-1252"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        likely = "UTF-16"
+    elif b"\0" in data:
+        likely = "UTF-16BE" if data.startswith(b"\0") else "UTF-16LE"
+    shown = without_secrets(path)
+    raise UsageError(
+        f"{option} {shown}: not UTF-8\nsave it as UTF-8, or convert it, for example: "
+        f"iconv -f {likely} -t UTF-8 {shown} > new{Path(shown).suffix}"
+    )
 
 
 def read_start(path: str, most: int) -> bytes:

@@ -724,6 +724,8 @@ class ColumnChoice:
     columns: tuple[str, ...]  # those that the prompt needs
     optional: tuple[str, ...]  # those that are read where they exist: on some lines, in some files
     carried: pa.Schema  # id and kept columns; from JSON Lines every one is a string that holds JSON
+    # Those of JSON Lines in which a number that is not finite makes the row an invalid request; elsewhere it is null.
+    requests: tuple[str, ...] = ()
 
     @property
     def columns_and_optional(self) -> tuple[str, ...]:

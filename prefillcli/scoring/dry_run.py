@@ -154,7 +154,8 @@ def survey(
     The windows are of the rows of the `inputs`. `tick` is called with the rows and prompt tokens of each window, and
     may raise. Raises the errors that the job raises before it loads weights.
     """
-    found, clock = InputStatistics(), Clock()
+    id_column = getattr(inputs.settings, "id_column", None)
+    found, clock = InputStatistics(id_column, json_text=inputs.source.kind == "jsonl"), Clock()
     with coming as windows:
         for number, window in enumerate(windows):
             if number == 0:

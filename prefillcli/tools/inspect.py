@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,19 @@ from prefillcli.core.further import FurtherQuestions, WantedRow
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.models import Models
 from prefillcli.core.request import ReadPrompt, Request, Tick, answer_requests, scored_row
-from prefillcli.core.windows import find_row
+from prefillcli.core.windows import FoundRow, find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.option import Settings
 from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
 from prefillcli.options.requirements import compresses
+from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.questions import Question
 from prefillcli.reading.compress.compressor import compressor_of, inspected
 from prefillcli.reading.exits.policy import inspected_policies
 from prefillcli.report.section import Part, Section
+from prefillcli.rows.output.columns import shown_ids
 from prefillcli.rows.records import ErrorCode, Float64Array, Prompt, RowError, ScoredRow, Window, joined_row, unasked
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
@@ -101,12 +103,11 @@ def _inspect(
         with at_once():
             opening.open_source()
             opening.open_models()
-            id_column = _id_column(settings, inputs)
             opened, every, settings = inputs.opened, inputs.labels, inputs.settings
             require_shares(every, "inspect")
             if isinstance(inputs.asking, QuestionAsking):
                 _part(settings, [each.question for each in every.asked])  # before rows are read
-            found = find_row(inputs.source, inputs.builder, every, row=settings.row, id_column=id_column)
+            found = _find(settings.row, inputs, every)
             summary.row, summary.id, window = found.row, found.id, found.window
             every.check(window)
             if found.row in window.errors:
@@ -232,15 +233,23 @@ def _further(
     return list(filter(None, (each.shown(row, names) for each in opening.parts.follow_ups)))
 
 
-def _id_column(settings: InspectSettings, inputs: Inputs) -> str | None:
-    # The column with the id that `row` is; None where it is a number. Requests have ids without an option.
-    row = settings.row
-    named: str | None = inputs.settings.id_column
-    if row is None or settings.id_column is not None or not (row.isascii() and row.isdigit()):
-        if row is not None and named is None:
-            raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
-        return named
-    return None
+def _find(row: str | None, inputs: Inputs, labels: Labels) -> FoundRow:
+    # The row with this id, or else with this number. Requests have ids without an option. Raises UsageError.
+    id_column: str | None = inputs.settings.id_column
+    is_number = row is None or (row.isascii() and row.isdigit())
+    if id_column is None and not is_number:
+        raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
+    try:
+        return find_row(inputs.source, inputs.builder, labels, row=row, id_column=id_column)
+    except UsageError:
+        if id_column is None or row is None or not is_number:
+            raise
+    try:
+        found = find_row(inputs.source, inputs.builder, labels, row=row, id_column=None)
+    except UsageError as error:
+        raise UsageError(f"{error}, and no such id in column {id_column!r}") from None
+    ids = found.window.carried[id_column].slice(found.window.place(found.row), 1)
+    return replace(found, id=shown_ids(ids, inputs.source.kind == "jsonl")[0])
 
 
 def _asked(inputs: Inputs, window: Window, row: int) -> list[Question]:

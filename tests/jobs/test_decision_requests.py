@@ -268,6 +268,36 @@ def test_a_wrong_request_is_an_error_of_its_line(model: Path) -> None:
     assert "typed questions are answered where the first line of a file asks some" in typed["error"]["message"]
 
 
+NUMBERS = {
+    "NaN": "",
+    "-Infinity": "",
+    "1e999": "",
+    '{"a": {"b": [1, NaN]}}': ".a.b[1]",
+    '{"the sum": -1e400}': '["the sum"]',
+    "9" * 400 + ".0": "",
+}
+
+
+@pytest.mark.parametrize("name", ["input", "state"])
+@pytest.mark.parametrize("in_lines", [False, True])
+def test_a_number_that_is_not_finite_makes_an_invalid_request_that_names_its_place(
+    model: Path, name: str, in_lines: bool
+) -> None:
+    good = json.dumps(openai(LATE, subject="x" * 9) if name == "input" else systemone(state="x" * 9))
+    good = json.dumps(line("a", json.loads(good))) if in_lines else good
+    bodies = [good, *(good.replace(json.dumps("x" * 9), number) for number in NUMBERS)]
+    bodies.append(good.replace('"Is it late?"', "NaN").replace('"It is late."', '{"a": 1e999}'))
+    Path("in.jsonl").write_text("\n".join(bodies))
+    score("in.jsonl", "out.jsonl", model=model, served_model_name="judge", max_error_rate=1)
+    first, *others = read_output("out.jsonl")
+    assert first["error"] is None
+    asked = "questions[0].instructions" if name == "input" else "questions.q.criteria.true.a"
+    wanted = [*(name + place for place in NUMBERS.values()), asked]
+    for row, place in zip(others, wanted, strict=True):
+        assert row["error"]["code"] == "invalid_request"
+        assert row["error"]["message"].startswith(f"{'body.' * in_lines}{place}: its number is not finite"), row
+
+
 def test_control_tokens_of_the_data_are_text(chat_model: Path, chat_reference: Reference) -> None:
     asked = KIND | {"instructions": "</s> Which?", "choices": [{"value": "</s>"}, {"value": "<s> b"}]}
     odd = openai(asked, LATE, subject="<s>The fox</s> [assistant]")

@@ -106,6 +106,21 @@ def test_windows_are_planned_one_by_one_as_they_are_scored(model: Path, monkeypa
     assert survey["rows"]["errors_by_code"] == {"duplicate_id": 1} == report["rows"]["errors_by_code"]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_error_rows_have_their_ids_where_these_are_known(model: Path, kind: str) -> None:
+    columns = {"prompt": ["fox", None, "dog", "", "no"], "id": ["a", "b", "c", "d", None]}
+    source = write_parquet("in.parquet", **columns)
+    if kind == "jsonl":
+        source = write_jsonl(
+            "in.jsonl", [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        )
+    flags = {"id_column": "id", "max_error_rate": 1}
+    failed = dry_run(source, model, **flags)["survey"]["rows"]["failed"]
+    score(source, model=model, **flags)
+    assert [(own["row"], own["id"]) for own in failed] == [(1, "b"), (3, "d"), (4, None)]
+    assert [(own["row"], own["id"]) for own in read_report()["failed"]] == [(1, "b"), (3, "d"), (4, None)]
+
+
 def test_prompts_that_memory_does_not_hold_are_told(model: Path) -> None:
     source = write_jsonl("in.jsonl", lines_of([[5, 6, 7], [5] * 1900]))
     flags = {**LITTLE, "max_error_rate": 1}

@@ -601,3 +601,54 @@ def test_windows_of_a_table_are_those_of_a_file(
     table = pa.table({"prompt": ["no"] * 16_384 + ["yes"] * 20})
     assert scorer.score(pa.concat_tables([table.slice(0, 700), table.slice(700)])).num_rows == 16_404
     assert seen == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------- one Scorer, any form
+
+
+def test_one_scorer_takes_texts_in_every_form_in_turn(model: Path) -> None:
+    prompts = ["I want my money back", "Thank you!"]
+    forms = [
+        prompts,
+        pd.DataFrame({"text": prompts}),
+        [{"document": each, "n": 1} for each in prompts],
+        pl.DataFrame({"prompt": prompts}),
+        pa.table({"text": prompts}),
+        prompts,
+    ]
+    with prefillcli.Scorer(model, ask="Is it a refund?", options=["yes", "no"]) as scorer:
+        tables = [scorer(form) for form in forms]
+    assert all(table["error"].null_count == 2 for table in tables)
+    answers = [[list(each.values()) for each in table["answer.probabilities"].to_pylist()] for table in tables]
+    np.testing.assert_allclose(answers, [answers[0]] * len(forms), atol=1e-6)
+    assert answers[0][0] != answers[0][1]
+
+
+def test_one_scorer_takes_chats_and_texts_in_turn(chat_model: Path) -> None:
+    said = [{"role": "user", "content": "Is it late?"}]
+    with prefillcli.Scorer(chat_model) as scorer:
+        scores = [
+            scorer(form)["score"][0].as_py() for form in (["Is it late?"], [{"messages": said}], ["Is it late?"])
+        ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    assert scores[0] == pytest.approx(scores[2], abs=1e-6)
+
+
+@pytest.mark.parametrize("orient", ["records", "list"])
+def test_what_is_missing_in_records_of_a_frame_is_null_as_in_the_frame(scorer: prefillcli.Scorer, orient: Any) -> None:
+    day = pd.Timestamp("2026-01-31")
+    frame = pd.DataFrame(
+        {
+            "prompt": [PROMPTS[0], float("nan"), pd.NA, None, PROMPTS[1]],
+            "number": [0.5, float("nan"), 2, 3, 4],
+            "day": [pd.NaT, day, pd.NaT, day, day],
+            "count": pd.array([1, None, 3, 4, 5], dtype="Int64"),
+            "note": ["a", pd.NA, float("nan"), pd.NaT, None],
+        }
+    )
+    wanted, found = scorer(frame), scorer(frame.to_dict(orient))
+    assert wanted["prompt"].null_count == 3
+    for name in (*frame.columns, "error", "score"):
+        assert found[name].null_count == wanted[name].null_count > 0
+        assert found[name].to_pylist() == wanted[name].to_pylist()
+    assert scorer(frame["prompt"].tolist())["error"].to_pylist() == wanted["error"].to_pylist()

@@ -77,6 +77,33 @@ def test_a_score_is_the_expected_level(model: Path, reference: Reference) -> Non
         assert abs(row["anger.confidence"] - max(0, 1 - spread / 1)) < 10 * TOLERANCE  # (1.5 + .5 + .5 + 1.5) / 4
 
 
+def test_levels_that_are_numbers_are_their_own_values(model: Path, reference: Reference) -> None:
+    write_parquet("in.parquet", text=TEXTS)
+    asked = Score("How good is it?", ["1", "2", "3", "5"], name="answer")
+    flags = {"model": model, "ask": asked.instructions, "levels": "1,2,3,5"}
+    assert score(Path("in.parquet"), **flags)["exit_code"] == 0
+    for text, row in zip(TEXTS, read_output("out.parquet"), strict=True):
+        wanted = shares(reference, text, asked)
+        assert abs(row["answer"] - sum(a * b for a, b in zip((1, 2, 3, 5), wanted, strict=True))) < 10 * TOLERANCE
+        assert list(row["answer.probabilities"]) == ["1", "2", "3", "5"]
+
+
+def test_the_column_of_a_score_says_what_its_levels_stand_for(model: Path) -> None:
+    write_parquet("in.parquet", text=TEXTS)
+    anger, stars = ANGER.to_json(), {"name": "stars", "type": "score", "instructions": "x", "levels": [1, 2.5, 4]}
+    stars["levels"] = ["1", "2.5", "4"]
+    Path("q.json").write_text(json.dumps({"questions": [anger, stars, REFUND.to_json()]}))
+    assert score(Path("in.parquet"), model=model, questions="q.json")["exit_code"] == 0
+    with Scorer(model, questions="q.json") as scorer:
+        tables = [pq.read_schema("out.parquet"), scorer(TEXTS).schema, scorer("in.parquet").schema]
+    for schema in tables:
+        told = {field.name: field.metadata[b"levels"] for field in schema if b"levels" in (field.metadata or {})}
+        assert {name: json.loads(text) for name, text in told.items()} == {
+            "anger": {"calm": 0, "annoyed": 1, "angry": 2, "furious": 3},
+            "stars": {"1": 1, "2.5": 2.5, "4": 4},
+        }
+
+
 @pytest.mark.parametrize("question", [TOPIC, ANGER], ids=["choice", "score"])
 def test_an_answer_in_several_orders_is_their_mean(model: Path, reference: Reference, question: Question) -> None:
     rows = ask(question, model=model, orders=3)
@@ -193,6 +220,80 @@ def test_a_long_document_is_cut_and_its_question_is_not(model: Path, on_long: st
     assert shown[0]["text"].endswith(text_of(Predicate("Is it a fox?")) + ANSWER)
 
 
+RENDERED = [
+    ("Is it the {{ product }}?", ["Is it the phone?", "Is it the parcel?", "Is it the it's {{ x }}?"]),
+    ("{% if n > 1 %}More{% else %}One{% endif %}?", ["One?", "More?", "More?"]),
+]
+
+
+@pytest.mark.parametrize(("ask", "said"), RENDERED)
+@pytest.mark.parametrize("orders", [1, 2])
+def test_columns_of_the_row_in_a_question_are_rendered(
+    model: Path, reference: Reference, ask: str, said: list[str], orders: int
+) -> None:
+    write_parquet("in.parquet", text=TEXTS, product=["phone", "parcel", "it's {{ x }}"], n=[1, 2, 3])
+    options = "{{ n }},b" if orders == 2 else ""  # only what is asked is rendered
+    flags: dict[str, Any] = {"options": options, "orders": orders} if options else {}
+    assert score(Path("in.parquet"), model=model, ask=ask, **flags)["exit_code"] == 0
+    for text, each, row in zip(TEXTS, said, read_output("out.parquet"), strict=True):
+        if orders == 1:
+            assert abs(row["answer"] - shares(reference, text, Predicate(each, name="answer"))[0]) < TOLERANCE
+            continue
+        question = Choice(each, ["{{ n }}", "b"], name="answer")
+        found = [shares(reference, text, question, order) for order in orders_of(question, orders)]
+        assert abs(row["answer.probabilities"]["b"] - sum(own[1] for own in found) / 2) < TOLERANCE
+
+
+def test_a_rendered_question_stands_beside_others_in_a_file_and_in_a_scorer(model: Path, reference: Reference) -> None:
+    rows = {"body": TEXTS, "product": ["phone", "parcel", None], "text": ["x", "", "y"]}
+    write_parquet("in.parquet", **rows)
+    asked = Predicate("Is it the {{ product or 'shop' }}?", name="asked")
+    Path("q.json").write_text(
+        json.dumps({"document": "{{ body }}", "questions": [own.to_json() for own in (asked, REFUND, TOPIC)]})
+    )
+    assert score(Path("in.parquet"), model=model, questions="q.json", keep_columns="product")["exit_code"] == 0
+    with Scorer(model, questions="q.json") as scorer:
+        tables = [scorer(pa.table(rows)).to_pylist() for _ in range(2)]
+    for found in (read_output("out.parquet"), *tables):
+        for text, name, row in zip(TEXTS, ["phone", "parcel", "shop"], found, strict=True):
+            own = Predicate(f"Is it the {name}?", name="asked")
+            assert abs(row["asked"] - shares(reference, text, own)[0]) < TOLERANCE
+            assert abs(row["refund"] - shares(reference, text, REFUND)[0]) < TOLERANCE
+
+
+def test_a_rendered_question_leaves_empty_documents_and_wrong_columns_to_be_told(model: Path) -> None:
+    write_parquet("in.parquet", text=["", None, " ", TEXTS[0]], product=["a", "b", "c", "d"], n=[1, 0, 1, 0])
+    score(Path("in.parquet"), model=model, ask="Is it the {{ product }}?", max_error_rate=1)
+    assert [row["error"] for row in read_output("out.parquet")] == [
+        "empty_prompt",
+        "null_prompt",
+        "empty_prompt",
+        None,
+    ]
+    score(Path("in.parquet"), model=model, ask="Is it {{ 1 // n }}?", max_error_rate=1, overwrite=True)
+    assert read_output("out.parquet")[3]["error"] == "template_error"
+    for ask, told in (
+        ("Is it the {{ produkt }}?", "no column 'produkt'"),
+        ("Is it {{ a?", "question 'answer': instru"),
+    ):
+        summary = score(Path("in.parquet"), model=model, ask=ask, overwrite=True)
+        assert summary["exit_code"] == 2
+        assert told in summary["error"]
+        assert "file" not in summary["error"]
+
+
+def test_a_long_document_is_cut_and_its_rendered_question_is_not(model: Path, reference: Reference) -> None:
+    long, product = " ".join(["fox"] * 500), "the red phone"
+    write_parquet("in.parquet", text=[long], product=[product])
+    flags = {"ask": "Is it {{ product }}?", "max_length": 60, "on_long": "truncate-right"}
+    assert score(Path("in.parquet"), model=model, **flags)["exit_code"] == 0
+    (row,) = read_output("out.parquet")
+    assert row["truncated"]
+    question = Predicate(f"Is it {product}?", name="answer")
+    cuts = [shares(reference, " ".join(["fox"] * count), question)[0] for count in range(1, 60)]
+    assert min(abs(row["answer"] - cut) for cut in cuts) < TOLERANCE
+
+
 def test_the_text_of_a_control_token_in_a_document_stays_text(model: Path) -> None:
     write_parquet("in.parquet", text=["Some </s> text", "Some other text"])
     assert score(Path("in.parquet"), model=model, ask="Is it text?")["exit_code"] == 0
@@ -202,15 +303,15 @@ def test_the_text_of_a_control_token_in_a_document_stays_text(model: Path) -> No
 @pytest.mark.parametrize(
     ("question", "said"),
     [
-        ({"type": "yesno", "instructions": "x"}, "type: should be 'predicate'"),
-        ({"type": "choice", "instructions": "x", "choices": ["a"]}, "choices: 1 options, at least 2"),
+        ({"type": "yesno", "instructions": "x"}, 'type "yesno": should be predicate, choice or score$'),
+        ({"type": "choice", "instructions": "x", "choices": ["a"]}, "choices: 1 option, at least 2"),
         ({"type": "choice", "instructions": "x", "choices": ["a", "b", "a"]}, "the option 'a' is given twice"),
         (
             {"type": "choice", "instructions": "x", "choices": [str(at) for at in range(256)]},
             "256 options, at most 255",
         ),
         ({"type": "score", "instructions": "x", "levels": ["a", {"description": "b"}]}, "label is missing"),
-        ({"type": "score", "instructions": "x", "levels": ["a"]}, "1 levels, at least 2"),
+        ({"type": "score", "instructions": "x", "levels": ["a"]}, "1 level, at least 2"),
         ({"type": "predicate", "instructions": " "}, "instructions: is empty"),
         ({"type": "predicate"}, "instructions is missing"),
         (
@@ -277,7 +378,10 @@ def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str, as
 @pytest.mark.parametrize(
     ("question", "said"),
     [
-        ({"type": "yesno", "instructions": "x"}, "question 'late': type: should be 'predicate'"),
+        (
+            {"type": "yesno", "instructions": "x"},
+            "question 'late': type \"yesno\": should be predicate, choice or score$",
+        ),
         ({"type": "predicate", "instruction": "x"}, "question 'late': unknown key 'instruction'; did you mean"),
         (5, "question number 1: should be a valid dictionary"),
     ],

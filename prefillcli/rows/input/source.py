@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from types import MappingProxyType
@@ -111,17 +111,19 @@ class Source:
         columns: Sequence[str],
         carried: Sequence[str],
         optional: Sequence[str] = (),
+        requests: Sequence[str] = (),
         max_row_bytes: int = MAX_ROW_BYTES,
     ) -> Source:
         """Set the columns to read. Raises UsageError naming the first one that is missing.
 
-        `optional` ones are read where they exist: on some lines, in some files. A row of more than
-        `max_row_bytes` becomes an error row.
+        `optional` ones are read where they exist: on some lines, in some files. `requests` are those that hold
+        requests, whose numbers must be finite. A row of more than `max_row_bytes` becomes an error row.
         """
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
         self._refuse_named_twice([name for name in (*columns, *carried, *optional) if name in self.partition_keys])
         schema = self._files.carried_schema(columns, carried, optional, max_row_bytes)
-        self._choice = ColumnChoice(columns, tuple(name for name in optional if name not in columns), schema)
+        others = tuple(name for name in optional if name not in columns)
+        self._choice = ColumnChoice(columns, others, schema, tuple(requests))
         return self
 
     @property
@@ -642,6 +644,7 @@ class BatchMaker:
         self._columns = choice.columns_and_optional
         self._optional = frozenset(choice.optional)
         self._carried = choice.carried
+        self._requests = choice.requests
         self._selection = selection
         self._plain = plain
         self.parse: Callable[[bytes | BadLine], dict[str, Any] | BadLine] = parse
@@ -684,6 +687,9 @@ class BatchMaker:
         read = self.parse(line)
         if isinstance(read, BadLine):
             self._errors[row] = read.error
+        elif self._requests and (place := _not_finite(line, self._requests)):
+            detail = f"{place}: its number is not finite: NaN, Infinity, or beyond 1.8e308"
+            self._errors[row] = RowError(ErrorCode.INVALID_REQUEST, detail)
         parsed = {**(read.kept if isinstance(read, BadLine) else read), **self.constants}
         for name, values in self._values.items():
             values.append(self._needed(name, parsed.get(name)))
@@ -727,6 +733,30 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{200}")
+
+
+def _not_finite(line: bytes | BadLine, names: Sequence[str]) -> str:
+    # The place of a number that is not finite in one of these columns of a line of JSON; empty where there is none.
+    if isinstance(line, BadLine) or not _MAY_BE_INFINITE.search(line):
+        return ""
+    with suppress(RecursionError):  # whoever reads it will report that
+        values = json.loads(line)
+        return next((place for name in names if (place := _place_in(values.get(name), name))), "")
+    return ""
+
+
+def _place_in(value: Any, place: str) -> str:
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else place
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        inner = ((f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]", each) for key, each in value.items())
+    elif isinstance(value, list):
+        inner = ((f"[{number}]", each) for number, each in enumerate(value))
+    return next((found for step, each in inner if (found := _place_in(each, place + step))), "")
 
 
 _PEEK_ROWS = 100

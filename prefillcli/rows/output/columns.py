@@ -618,6 +618,14 @@ def _typed_answer(own: OutputSchema) -> Iterator[Column]:
         yield Column(CALIBRATED, several, lambda rows: _by_label(rows, rows.calibrated), conditional=False)
 
 
+def _scale(own: OutputSchema) -> dict[str, str]:
+    # The metadata of the column with an expected level: the number that each level stands for.
+    numbers = {
+        name: int(value) if value.is_integer() else value for name, value in zip(own.labels, own.values, strict=True)
+    }
+    return {"levels": json.dumps(numbers, ensure_ascii=False)}
+
+
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
 # The answer to a question in a row of its own.
 QUESTION_ROW = tuple(
@@ -802,7 +810,12 @@ class OutputSchema:
     @property
     def results(self) -> pa.Schema:
         """Names and types of all columns that scoring adds."""
-        return pa.schema([(name, column.type) for column in self.columns for name in column.names(self.labels)])
+        scales = {own.name: own for own in self.questions if own.type == "score"}
+        return pa.schema(
+            pa.field(name, column.type, metadata=_scale(scales[name]) if name in scales else None)
+            for column in self.columns
+            for name in column.names(self.labels)
+        )
 
     @property
     def _shared(self) -> list[Column]:
@@ -1209,7 +1222,7 @@ def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str,
     # Rows with number, id, and values of `columns` (name here: name there); long texts are cut.
     number = ROW if ROW in few.column_names else "row" if id_name is None else None
     numbers = [None] * len(few) if number is None else few[number].to_pylist()
-    ids = [None] * len(few) if id_name is None else _texts(few[id_name], json_id)
+    ids = [None] * len(few) if id_name is None else shown_ids(few[id_name], json_id)
     values = [few[there].to_pylist() for there in columns.values()]
     found = []
     for row, own, *rest in zip(numbers, ids, *values, strict=True):
@@ -1218,7 +1231,8 @@ def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str,
     return found
 
 
-def _texts(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
+def shown_ids(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
+    """Return ids as a report names rows, None for null; with `json_id` they are JSON text."""
     if json_id:  # anything but a string reads best as it is written
         return [None if own is None else text_of(own) for own in ids.to_pylist()]
     try:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.errors import PrefillError, ResourceError, require_known, without_secrets
+from prefillcli.errors import PrefillError, ResourceError, counted, require_known, without_secrets
 from prefillcli.models.files import sample_draft
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
@@ -109,8 +109,8 @@ def _run(
         report.machine = _machine(settings, own)
         window = without_learnt(jobs, window, result.notes)
         steps.announce(
-            f"{result.workload}: {len(window.prompts):,} prompts by {', '.join(each.name for each in jobs)}: "
-            f"once for the answers, then {settings.rounds} timed rounds"
+            f"{result.workload}: {counted(len(window.prompts), 'prompt')} by {', '.join(each.name for each in jobs)}: "
+            f"once for the answers, then {counted(settings.rounds, 'timed round')}"
         )
         compare(
             jobs,

@@ -21,7 +21,7 @@ import torch
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.run import Run
 from prefillcli.core.scorer import Granularity, ModelScorer
-from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.errors import PrefillError, ResourceError, UsageError, counted
 from prefillcli.library.table_scoring import ReceivedRows
 from prefillcli.options.commands import BenchSettings, ScoreSettings
 from prefillcli.plan.pack import in_full
@@ -407,7 +407,9 @@ def _answered(run: MethodRun, window: Window, result: WorkloadResult) -> Window:
     answered, name, notes = [own for own in window.prompts if own.key in run.answers], result.workload, result.notes
     if run.errors:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(Counter(run.errors.values()).items()))
-        notes.append(f"left out: {len(run.errors):,} rows that the reference cannot answer ({codes}); see --memory")
+        notes.append(
+            f"left out: {counted(len(run.errors), 'row')} that the reference cannot answer ({codes}); see --memory"
+        )
     if not answered:
         raise PrefillError(f"{name}: {notes[-1]}, so nothing is left to compare; raise --memory")
     if not all(np.isfinite(run.answers[own.key].logprobs).all() for own in answered):

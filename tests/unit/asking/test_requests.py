@@ -264,7 +264,7 @@ def wrong_bodies() -> Iterator[tuple[Any, str]]:
         )
     yield (
         openai(subject=user({"type": "output_text", "text": "x"})),
-        ('input[0].content[0].type: "output_text" is not input_text or input_json'),
+        ("input[0].content[0].type: \"output_text\" is not input_text or input_json; did you mean 'input_text'?"),
     )
     yield openai(subject=user({"type": "input_text", "text": 1})), "input[0].content[0].text: must be a text"
     yield openai(subject=user("x")), "input[0].content[0]: must be an object"

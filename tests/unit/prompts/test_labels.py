@@ -52,7 +52,7 @@ class TestParse:
     )
     def test_escaped_labels_come_back_as_they_were(self, names: list[str], variants: list[str]) -> None:
         def escape(text: str) -> str:
-            for mark in "\\,|=":
+            for mark in '\\,|="':
                 text = text.replace(mark, f"\\{mark}")
             return text
 

@@ -49,6 +49,17 @@ def saved(path: str = "bench.json") -> BenchReport:
     return BenchReport.model_validate_json(Path(path).read_text(), strict=False)
 
 
+def test_methods_are_compared_on_a_question_about_a_file() -> None:
+    rows = [{"text": f"{'late ' * number}parcel", "kind": "late" if number else "other"} for number in range(4)]
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = ("--ask", "What is it about?", "--options", "late,other", "--truth", "kind")
+    result = bench("in.jsonl", "-m", TARGET, *asked, "--method", "hybrid", "--rounds", 0)
+    assert result.exit_code == 0, result.stderr
+    (workload,) = saved().workloads
+    assert workload.rows == 4
+    assert [each.method for each in workload.methods] == ["hybrid"]
+
+
 def test_without_data_it_takes_a_quick_look() -> None:
     result = bench(*SMALL)
     assert result.exit_code == 0, result.output
