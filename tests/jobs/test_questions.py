@@ -298,7 +298,7 @@ questions:
         ),
         (f"document: d\nquestion:\n{ONE}", "the key 'questions' is missing"),
         (f"document: d\nquestions:\n{ONE}\ndocumnt: x", "unknown key 'documnt'; did you mean 'document'?"),
-        ("document: d\nquestions: []", "questions: "),
+        ("document: d\nquestions: []", "questions is empty"),
         ("document: d\nquestions: [{name: a, text: b}]", "question 'a': the key 'labels' is missing"),
         ("document: d\nquestions: [{text: b, labels: [Yes, No]}]", "question number 1: the key 'name' is missing"),
         ("document: d\nquestions: [{name: a, text: b, labls: [Yes, No], labels: 'Yes,No'}]", "did you mean 'labels'?"),
