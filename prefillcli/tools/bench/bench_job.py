@@ -142,6 +142,8 @@ def _check(settings: BenchSettings) -> None:
         for_requests(settings, source.available, source.first)  # raises UsageError for typed questions
     for name in method_names(settings):
         asked = score_settings(settings, name)
+        if asked.engine == "torch" and (name == REFERENCE or name in settings.method):
+            asked.check()  # others that cannot run are left out later, with a note
         local_models(asked)
         if settings.inputs:
             Opening(asked, asked.keep_columns).open_source()

@@ -301,11 +301,11 @@ def wrong_bodies() -> Iterator[tuple[Any, str]]:
     yield openai(ASKED | {"name": ""}), "questions[0].name: is empty"
     yield openai(ASKED | {"name": 1}), "questions[0].name: must be a text"
     yield openai(*[ASKED | {"name": name} for name in "aba"]), 'questions[2].name: "a" is the name of questions[0]'
-    for count, limit in ((0, "at least 2"), (1, "at least 2"), (256, "at most 255")):
+    for count, s, limit in ((0, "s", "at least 2"), (1, "", "at least 2"), (256, "s", "at most 255")):
         choices = [{"value": str(each)} for each in range(count)]
-        yield openai(ASKED, CHOICE | {"choices": choices}), f"questions[1].choices: {count} options, {limit}"
+        yield openai(ASKED, CHOICE | {"choices": choices}), f"questions[1].choices: {count} option{s}, {limit}"
         levels = [{"label": str(each)} for each in range(count)]
-        yield openai(SCORE | {"levels": levels}), f"questions[0].levels: {count} levels, {limit}"
+        yield openai(SCORE | {"levels": levels}), f"questions[0].levels: {count} level{s}, {limit}"
     yield openai(CHOICE | {"choices": "ab"}), "questions[0].choices: must be a list of objects"
     yield openai(CHOICE | {"choices": ["a", "b"]}), "questions[0].choices[0]: must be an object"
     yield openai(CHOICE | {"choices": [{"value": 1}]}), "questions[0].choices[0].value: must be a text, true or false"
@@ -346,10 +346,10 @@ def wrong_bodies() -> Iterator[tuple[Any, str]]:
         systemone(PICK | {"criteria": {"a": 1}}),
         ('questions["q"].criteria["a"]: must be a text, an object or a list'),
     )
-    for count, limit in ((0, "at least 2"), (1, "at least 2"), (256, "at most 255")):
+    for count, s, limit in ((0, "s", "at least 2"), (1, "", "at least 2"), (256, "s", "at most 255")):
         criteria = {str(each): None for each in range(count)}
-        yield systemone(PICK | {"criteria": criteria}), f'questions["q"].criteria: {count} options, {limit}'
-        yield systemone(RATE | {"criteria": [*criteria]}), f'questions["q"].criteria: {count} levels, {limit}'
+        yield systemone(PICK | {"criteria": criteria}), f'questions["q"].criteria: {count} option{s}, {limit}'
+        yield systemone(RATE | {"criteria": [*criteria]}), f'questions["q"].criteria: {count} level{s}, {limit}'
     yield (
         systemone(RATE | {"criteria": {"0": "low", "1": "high"}}),
         ('questions["q"].criteria: must be a list of levels, the lowest first'),
