@@ -91,6 +91,7 @@ def test_files_of_a_run_are_touched_by_one_module(package: str) -> None:
 OPTIONS_READ = {
     "prefillcli.errors",
     "prefillcli.prompts.labels",
+    "prefillcli.prompts.lists",
     "prefillcli.prompts.questions",
     "prefillcli.rows.filesystems",
     "prefillcli.rows.output",

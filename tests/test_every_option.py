@@ -39,11 +39,14 @@ ONE: Values = {"ask": "Is it late?"}
 #: A value of each option, and what it needs beside it.
 OPTIONS: dict[str, tuple[Any, Values]] = {
     **{name: (value, {}) for name, value in {
-        "limit": 3, "sample": 2, "csv_separator": ",", "prompt_column": "text", "template": "{{ text }}!", "chat": False,
+        "limit": 3, "sample": 2, "csv_separator": ",", "prompt_column": "text", "template": "{{ text }}!",
+        "chat": False,
         "system": "Be brief.", "thinking": "off", "chat_option": "date=2026-01-31", "answer_prefix": "So:",
-        "max_length": 100, "on_long": "truncate-left", "literal": False, "max_row_bytes": "1MiB", "labels": "late,other",
+        "max_length": 100, "on_long": "truncate-left", "literal": False, "max_row_bytes": "1MiB",
+        "labels": "late,other",
         "label_norm": "tokens", "label_end": ".", "temperature": 2.0, "model": MODEL, "trust_remote_code": True,
-        "device": "cpu", "dtype": "float32", "head": "vocabulary", "threads": 1, "gguf_cache": "1GiB", "memory": "1GiB",
+        "device": "cpu", "dtype": "float32", "head": "vocabulary", "threads": 1, "gguf_cache": "1GiB",
+        "memory": "1GiB",
         "pack_tokens": 512, "chunk_tokens": 64, "prefix_kv": "discard", "draft": DRAFT, "schedule": "fifo",
         "hidden": "device", "compile": True, "progress_interval": 5.0, "quiet": True, "debug": True,
         "log_format": "json", "run_id": "night", "workers": 2, "runner": "ray", "overwrite": True,

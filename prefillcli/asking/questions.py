@@ -22,7 +22,7 @@ from prefillcli.models.open import label_names
 from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
-from prefillcli.prompts.builder import INSTRUCTIONS, PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import DOCUMENT_COLUMNS, INSTRUCTIONS, PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.output.answers import AnswerColumns, described
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
     from prefillcli.report.section import Section
-
-
-DOCUMENT_COLUMNS = (DEFAULT_COLUMN, "text", "document")  # the usual columns with what questions are about
 
 
 class QuestionAsking(Asking):
@@ -76,9 +73,6 @@ class QuestionAsking(Asking):
             found += whole.columns if whole else (self._document(available),)
             found += instructions.columns if instructions else ()
         return tuple(dict.fromkeys(found))
-
-    def text_column(self, available: Sequence[str]) -> str | None:
-        return self._document(available) if any(each.template is None for each in self.file.questions) else None
 
     def _document(self, available: Sequence[str]) -> str:
         # The column with documents, where no template makes them.

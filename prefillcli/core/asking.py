@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.prompts.builder import prompt_column
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -40,11 +38,6 @@ class Asking(ABC):
         """Return the labels for the model in this folder or file by their names alone, before torch is imported; None
         where they are not known yet."""
         return None
-
-    def text_column(self, available: Sequence[str]) -> str | None:
-        """Return the column with the prompts of rows with the `available` ones; None where a template makes them."""
-        settings = self.settings
-        return None if settings.template is not None else prompt_column(settings.prompt_column, available)
 
     @abstractmethod
     def labels(self, opened: Opened) -> Labels:

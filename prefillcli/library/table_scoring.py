@@ -17,7 +17,7 @@ from prefillcli.errors import Interrupted, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
-from prefillcli.prompts.builder import PromptBuilder
+from prefillcli.prompts.builder import USUAL_COLUMNS, PromptBuilder
 from prefillcli.rows.input.source import TableRows
 from prefillcli.rows.output.columns import ResultRows, kinds_of
 from prefillcli.rows.output.parts import make_rows
@@ -55,7 +55,7 @@ class TableScorer:
         load_here(self._scorer, share=share)
         labels, tokenizer = self._inputs.labels, self._inputs.opened.tokenizer
         self._first_window = FirstWindow(labels, tokenizer, settings.temperature)
-        self._text_column: str | None = None  # of the rows that the builder is for
+        self._usual: frozenset[str] = frozenset()  # usual columns of prompts, of the rows that the builder is for
         self._checked = False  # whether the labels have followed some prompts
 
     @property
@@ -129,11 +129,11 @@ class TableScorer:
         # Prepare for prompts from these rows, with the builder of the last table where it fits.
         inputs = self._inputs
         builder: PromptBuilder | None = getattr(inputs, "builder", None)
-        column = inputs.asking.text_column(rows.available)
-        if builder is None or column != self._text_column:
+        usual = USUAL_COLUMNS.intersection(rows.available)
+        if builder is None or usual != self._usual:
             self._drop_builder()
             inputs.builder = builder = inputs.make_builder(rows.available)
-            self._text_column = column
+            self._usual = usual
         rows.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         if not self._checked:
             self._opening.make_common_prompts()

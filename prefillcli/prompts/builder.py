@@ -114,6 +114,8 @@ def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
 
 
 _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
+DOCUMENT_COLUMNS = (DEFAULT_COLUMN, "text", "document")  # the usual columns with what questions are about
+USUAL_COLUMNS = frozenset({*_FALLBACK_COLUMNS, *DOCUMENT_COLUMNS})  # a column that no option names is one of these
 # How a JSON text of what a column of this name holds begins. In any other column, text of the data stays text.
 _JSON_LISTS = {"messages": re.compile(r"\s*\[\s*\{\s*[\"']"), "prompt_token_ids": re.compile(r"\s*\[")}
 
