@@ -355,6 +355,6 @@ def _why(error: ValidationError, loaded: dict[Any, Any]) -> str:
         return f"{said}{reason_of(first)}"
     value = as_yaml(first["input"])[:100]
     if key == "type":  # of which System One's noul is suggested to nobody
-        known = ("predicate", "choice", "score")
-        return f"{said}type {value}: should be predicate, choice or score{did_you_mean(value, known)}"
+        near = did_you_mean(value, ("predicate", "choice", "score"))
+        return f"{said}type {value}: should be predicate, choice or score{near}"
     return f"{said}{key} {value}: {reason_of(first)}"

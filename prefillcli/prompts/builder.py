@@ -261,8 +261,8 @@ class PromptBuilder:
         self._instructions = instructions
         asked = instructions.columns if instructions else ()
         # The columns of the text, or of the document before a question, and all that prompts are made of.
-        self._documents: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        self.columns: tuple[str, ...] = tuple(dict.fromkeys((*self._documents, *asked)))
+        self._text_columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys((*self._text_columns, *asked)))
         # Those, and the ones of pairs and labels: what `build` needs of a row.
         further = (*filter(None, [settings.pair_column]), *settings.label_columns)
         self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *further)))
@@ -320,7 +320,7 @@ class PromptBuilder:
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
         further = [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
         further.append(settings.empty_text if settings.empty_text == "skip" else None)
-        further += [self._instructions and self._instructions.text]
+        further.append(self._instructions.text if self._instructions else None)
         text = json.dumps([*parts, *filter(None, further)])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -397,7 +397,7 @@ class PromptBuilder:
 
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
         # The values of a row whose texts may be cut, by column.
-        names = dict.fromkeys([*self._documents, *filter(None, [self.settings.pair_column])])
+        names = dict.fromkeys([*self._text_columns, *filter(None, [self.settings.pair_column])])
         return {name: batch.columns[name][place] for name in names}
 
     def _cut(self, batch: RowBatch, rows: Mapping[int, Shortening]) -> RowBatch:
