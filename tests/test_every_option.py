@@ -110,6 +110,7 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
     "engine_options": ("a=1", {"engine": "vllm"}),
     "profile": ("profile.json", {"dry_run": True}),
     "per_answer": (True, {"accuracy": 0.9}),
+    "review_blank": ("confirmed", {"truth_from": "in.csv"}),
 }  # fmt: skip
 #: Where an option of this name has another meaning or other needs in a command.
 OF_COMMAND: dict[tuple[str, str], tuple[Any, Values]] = {
