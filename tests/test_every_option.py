@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
         "id_column": "id", "keep_columns": 'id,"right"', "shard": "1/2", "resume": True, "engine": "hf",
         "dry_run": True, "row": "1", "html": "o.html", "full": True, "mode": "full", "confirm_seconds": 0.0,
         "fit_seconds": 1.0, "method": "hybrid", "rounds": 1, "truth_from": "in.csv", "accuracy": 0.9, "folds": 2,
-        "question": "", "csv_quoting": "none", "since": "before.parquet",
+        "question": "", "csv_quoting": "none", "since": "before.parquet", "empty_text": "skip",
     }.items()},
     "seed": (1, {"sample": 2}),
     "revision": ("v1", {"model": "someone/some-model"}),

@@ -114,7 +114,7 @@ def test_error_rows_have_their_ids_where_these_are_known(model: Path, kind: str)
         source = write_jsonl(
             "in.jsonl", [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         )
-    flags = {"id_column": "id", "max_error_rate": 1}
+    flags = {"id_column": "id", "max_error_rate": 1, "empty_text": "error"}
     failed = dry_run(source, model, **flags)["survey"]["rows"]["failed"]
     score(source, model=model, **flags)
     assert [(own["row"], own["id"]) for own in failed] == [(1, "b"), (3, "d"), (4, None)]

@@ -263,7 +263,7 @@ def test_a_rendered_question_stands_beside_others_in_a_file_and_in_a_scorer(mode
 
 def test_a_rendered_question_leaves_empty_documents_and_wrong_columns_to_be_told(model: Path) -> None:
     write_parquet("in.parquet", text=["", None, " ", TEXTS[0]], product=["a", "b", "c", "d"], n=[1, 0, 1, 0])
-    score(Path("in.parquet"), model=model, ask="Is it the {{ product }}?", max_error_rate=1)
+    score(Path("in.parquet"), model=model, ask="Is it the {{ product }}?", max_error_rate=1, empty_text="error")
     assert [row["error"] for row in read_output("out.parquet")] == [
         "empty_prompt",
         "null_prompt",
