@@ -14,7 +14,7 @@ from prefillcli.prompts.encoding import NotLiteral
 from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
 from prefillcli.prompts.questions import Choice, Label
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.records import require_columns
+from prefillcli.rows.records import brief_json, require_columns
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ def _labels_of(value: Any) -> list[Label]:
             value = json.loads(value)
     if not isinstance(value, list | tuple) or not value:
         what = {type(None): "null", list: "an empty list"}.get(type(value), f"{type(value).__name__}, no list")
+        if isinstance(value, str):  # perhaps as pandas writes a list to CSV
+            what = f'a text that is not a list in JSON like ["a", "b"]: {brief_json(value)}'
         raise LabelError(f"the row's choices are {what}")
     places: dict[str, int] = {}
     for number, each in enumerate(value):

@@ -347,6 +347,9 @@ class RowTemplate(Renderer):
 Message = dict[str, Any]
 
 
+_MEDIUM = re.compile("(input_)?(image|audio|video|file)(_url)?")
+
+
 def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | RowError:
     """The messages of a row, with the `system` message before them unless the row has its own."""
     messages: list[Message] = []
@@ -357,6 +360,13 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
             return RowError(ErrorCode.WRONG_TYPE, why)
         if "content" not in item and "tool_calls" not in item:
             return RowError(ErrorCode.CHAT_ERROR, f"message {number} has no content")
+        content = item.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and _MEDIUM.fullmatch(kind := str(part.get("type") or next(iter(part), ""))):
+                # A template may write a mark for it, or the part itself, as if the model had seen it.
+                return RowError(
+                    ErrorCode.CHAT_ERROR, f"message {number} has a part of type {kind!r}: only text is read"
+                )
         messages.append(item)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

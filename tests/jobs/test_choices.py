@@ -88,13 +88,13 @@ def test_the_norm_divides_by_the_bytes_of_each_choice(model: Path, reference: Re
 
 def test_wrong_choices_are_error_rows_and_the_others_are_scored(model: Path) -> None:
     rows = [{"prompt": "The dog:", "choices": value} for value, _ in WRONG]
-    write_jsonl("d.jsonl", [*rows, ROWS[0], {"prompt": "The dog:", "choices": "Yes"}])
+    write_jsonl("d.jsonl", [*rows, ROWS[0], {"prompt": "The dog:", "choices": "['Yes', 'No']"}])
     score("d.jsonl", "o.jsonl", model=model, choices_column="choices", max_error_rate=1.0)
     *wrong, right, text = read_output("o.jsonl")
     for own, (_, why) in zip(wrong, WRONG, strict=True):
         assert own["error"] == "invalid_labels"
         assert why in own["error_detail"]
-    assert "no list" in text["error_detail"]
+    assert "not a list in JSON like" in text["error_detail"]
     assert right["error"] is None
 
 

@@ -118,7 +118,7 @@ def read(path: str, column: str) -> RowBatch:
 
 QWEN2_VL = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}
-{%- if content['type'] == 'image' or 'image' in content or 'image_url' in content %}<|vision_start|><|image_pad|>
+{%- if content['type'] == 'drawing' or 'drawing' in content or 'drawing_url' in content %}<|vision_start|><|image_pad|>
 {%- elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -139,7 +139,7 @@ QWEN3 = """{% for message in messages %}<|im_start|>{{ message.role }}
                 [
                     {
                         "role": "user",
-                        "content": [{"type": "image", "image_url": "a.png"}, {"type": "text", "text": "b"}],
+                        "content": [{"type": "drawing", "drawing_url": "a.png"}, {"type": "text", "text": "b"}],
                     }
                 ],
             ],
@@ -406,6 +406,26 @@ def test_one_bad_chat_does_not_spoil_the_others(chat_tokenizer: Any) -> None:
     assert [prompt.row for prompt in prompts] == [0, 3]
     assert [errors[row].code for row in (1, 2, 4)] == ["chat_error", "chat_error", "wrong_type"]
     assert "no user" in errors[1].detail
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://x/a.png"}},
+        {"type": "image"},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "file", "file": {"file_id": "f"}},
+        {"video": "a.mp4"},
+    ],
+)
+def test_a_chat_with_more_than_text_is_an_error_row(chat_tokenizer: Any, part: dict[str, Any]) -> None:
+    text = {"type": "text", "text": "Is it?"}
+    chats = [[{"role": "user", "content": content}] for content in ([text], [text, part], [part])]
+    prompts, errors = build(chat_tokenizer, batch_of(messages=chats))
+    assert [prompt.row for prompt in prompts] == [0]
+    what = part.get("type", "video")
+    why = f"message 1 has a part of type {what!r}: only text is read"
+    assert [(errors[row].code, errors[row].detail) for row in (1, 2)] == [("chat_error", why)] * 2
 
 
 def test_token_ids_are_taken_as_they_are(byte_level: Any) -> None:
