@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +271,21 @@ def test_floors_are_the_same_for_every_format(ending: str) -> None:
             writer.writerows([[each if isinstance(each, str) else json.dumps(each) for each in row] for row in rows])
     words = ("--truth", "late=is_late,q=truth", "--per-answer")
     assert floors(f"s.{ending}", *words)["questions"] == floors("s.parquet", *words)["questions"]
+
+
+@pytest.mark.parametrize("words", [("--accuracy", "0.9"), ("--accuracy", "0.999999"), ()])
+def test_a_narrow_terminal_shows_whole_figures_and_no_empty_lines(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    columns, right = labels_of(("Yes", "No"))
+    write_parquet("s.parquet", **columns, truth=[("Yes", "No")[at] for at in right])
+    done = CliRunner().invoke(app, ["calibrate", "s.parquet", "--truth", "truth", *words])
+    lines = re.sub(r"\x1b\[\d*m", "", done.stderr).splitlines()
+    shown = [line for line in lines if not line.startswith("prefill: warning: ")]
+    assert max(map(len, shown)) <= 60
+    assert "…" not in done.stderr
+    assert not any(not one.strip() and not other.strip() for one, other in pairwise(shown))
+    assert sum(not line.strip() for line in shown) <= 2  # around the table

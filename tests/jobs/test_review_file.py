@@ -16,6 +16,7 @@ import pytest
 
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.calibrate import calibrate_job
 from prefillcli.tools.floors import floors_job
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
 
@@ -341,3 +342,33 @@ def test_a_question_alone_needs_no_name(model: Path) -> None:
     pq.write_table(table, "right.parquet")
     done = calibrate(truth="was", truth_from="right.parquet")
     assert done["questions"]["refund"]["floors"][0]["rows"] == ROWS - 3
+
+
+@pytest.mark.parametrize("flags", [{"question": "refund"}, {"truth": "refund=refund.right"}])
+def test_a_review_file_fits_the_probabilities_of_one_of_its_questions(
+    model: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
+) -> None:
+    night(model)
+
+    def edit(row: dict[str, Any]) -> None:
+        row["refund.right"] = [True, "no", "perhaps"][row["id"] % 3]
+
+    through_excel(edit)
+    given = {"scores": "out.parquet", "truth_from": "looked.csv", **flags}
+    done = calibrate_job(load_settings(CalibrateSettings, given, environment={}))
+    fitted = json.loads(Path("calibration.json").read_text())
+    rows = [int(row["id"]) % 3 for row in read_output("out.parquet") if row["error"] is None]
+    assert (done["exit_code"], fitted["question"], fitted["fitted_on"]["truth"]) == (0, "refund", "refund.right")
+    assert fitted["fitted_on"]["rows_by_label"] == {"Yes": rows.count(0), "No": rows.count(1)}
+    assert fitted["fitted_on"]["mistakes"]["rows"] == rows.count(2)
+    assert f"{rows.count(2)} right answers are none of Yes, No: perhaps" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_only_question_is_fitted_without_its_name(model: Path) -> None:
+    given = {"questions": None, "ask": "Do they want money back?"}
+    night(model, **given)
+    through_excel(lambda row: row.update({"answer.right": ["yes", "no"][row["id"] % 2]}))
+    flags = {"scores": "out.parquet", "truth_from": "looked.csv"}
+    for more in ({}, {"truth": "answer.right"}):
+        done = calibrate_job(load_settings(CalibrateSettings, flags | more, environment={}))
+        assert (done["exit_code"], done["rows"]) == (0, ROWS - 3)
