@@ -35,7 +35,7 @@ from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
 from prefillcli.rows.output.target import Target, open_format
 from prefillcli.rows.proof import hash_value
-from prefillcli.rows.records import Float64Array, is_error
+from prefillcli.rows.records import Float64Array
 from prefillcli.runtime import log
 from prefillcli.stats.acceptance import RISK, Acceptance
 from prefillcli.stats.evaluation import BoolArray, label_probabilities
@@ -164,7 +164,7 @@ class ReviewUse(BaseModel):
     rows: int
     questions: dict[str, int]  # of them, those in which the answer to each question is in doubt
     file: str | None  # that has them, with --review
-    errors: int = 0  # rows without an answer, which a person should look at too
+    unanswered: int = 0  # rows with an error or left out, which a person should look at too
 
 
 class Reviewing(Judge):
@@ -212,16 +212,18 @@ class Reviewing(Judge):
     def ended(self, run: Run) -> None:
         path = self.settings.review
         with run.clock.phase("write"), run.stop.at_once():
-            rows, questions, errors = 0, Counter[str](), 0
+            rows, questions, unanswered = 0, Counter[str](), 0
             for table in run.sink.tables([COLUMN, "error"]):
                 doubt = table[COLUMN].drop_null()
                 questions.update(pc.list_flatten(doubt).to_pylist())
                 rows += pc.sum(pc.greater(pc.list_value_length(doubt), 0)).as_py() or 0
-                errors += sum(map(is_error, table["error"].to_pylist()))
+                unanswered += len(table) - table["error"].null_count
             if path is not None:
                 folders = run.inputs.source.partition_keys if self.settings.partition else ()
                 write_review(path, run.sink, _reviewed(run.inputs), folders)
-        run.report.review = ReviewUse(rows=rows, questions=dict(sorted(questions.items())), file=path, errors=errors)
+        run.report.review = ReviewUse(
+            rows=rows, questions=dict(sorted(questions.items())), file=path, unanswered=unanswered
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +308,8 @@ def _asked(question: Question) -> str:
 
 def write_review(path: str, sink: Sink, questions: Sequence[_Reviewed], folders: Sequence[str] = ()) -> None:
     """Write the rows of a finished output that a person should look at to a file, which appears whole: those with
-    answers in doubt, and error rows. They have their id or number, kept columns, questions, answers in words, empty
-    columns for the right ones, and why they are here.
+    answers in doubt, and those without an answer. They have their id or number, kept columns, questions, answers in
+    words, empty columns for the right ones, and why they are here.
 
     Columns that name `folders` are not in the output's files, and are left out. Raises PrefillError.
     """
@@ -325,9 +327,8 @@ def write_review(path: str, sink: Sink, questions: Sequence[_Reviewed], folders:
 
     def to_look_at() -> Iterator[pa.Table]:
         for table in sink.tables(names):
-            failed = pa.array(map(is_error, table["error"].to_pylist()), pa.bool_())
             doubt = pc.fill_null(pc.greater(pc.list_value_length(table[COLUMN]), 0), False)
-            yield table.filter(pc.or_(doubt, failed)).select(names)
+            yield table.filter(pc.or_(doubt, pc.is_valid(table["error"]))).select(names)
 
     json_output = Target.parse(sink.location).file_format.json_text
     first = next(to_look_at(), None)
@@ -365,9 +366,9 @@ _ERRORS = ("error", "error_detail")
 
 
 def _reasons(rows: pa.Table, whys: Sequence[Sequence[str | None]]) -> Iterator[str]:
-    # Why each row is there: its error, or the questions in doubt, of which there are `whys` [questions, rows].
+    # Why each row is there: it has no answer, or questions are in doubt, of which there are `whys` [questions, rows].
     for code, detail, *doubts in zip(*(rows[name].to_pylist() for name in _ERRORS), *whys, strict=True):
-        yield f"error: {code}: {detail or ''}" if is_error(code) else "; ".join(filter(None, doubts))
+        yield "; ".join(filter(None, doubts)) if code is None else f"no answer: {code}: {detail or ''}"
 
 
 def _types(tables: Iterator[pa.Table], texts: Sequence[str], id_name: str | None) -> dict[str, pa.DataType]:
@@ -399,8 +400,8 @@ def section(report: RunReport) -> Section | None:
     if use is None:
         return None
     each = ", ".join(f"{count:,} {name}" for name, count in use.questions.items() if name != ANSWER)
-    failed = f", and {counted(use.errors, 'error row')}" if use.errors else ""
-    found = Section(first=True, tiles=[("to review", f"{use.rows + use.errors:,}")])
-    found.lines = [("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}{failed}")]
+    none = f", and {counted(use.unanswered, 'row')} without an answer" if use.unanswered else ""
+    found = Section(first=True, tiles=[("to review", f"{use.rows + use.unanswered:,}")])
+    found.lines = [("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}{none}")]
     found.metric("review_rows", "Rows with an answer whose probability is below its floor.", float(use.rows))
     return found

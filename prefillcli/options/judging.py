@@ -307,7 +307,7 @@ class ReviewOptions(Settings):
     )  # fmt: skip
     review: str | None = option(
         None,
-        "Also write the rows with such an answer or an error to this file, e.g. look.csv, for a person to fill in: "
+        "Also write the rows with such an answer or with none to this file, e.g. look.csv, for a person to fill in: "
         "ids, kept columns, questions, answers, and an empty column NAME.right for each right one.",
         FILES, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def test_answers_below_the_floor_are_in_doubt_and_nothing_else_changes(model: Pa
         assert {k: v for k, v in row.items() if k != "seconds"} == {k: v for k, v in before.items() if k != "seconds"}
     assert doubted == ROWS // 2
     assert read_report("out.run.json")["review"] == {
-        "rows": doubted, "questions": {"answer": doubted}, "file": None, "errors": 1,
+        "rows": doubted, "questions": {"answer": doubted}, "file": None, "unanswered": 1,
     }  # fmt: skip
     assert read_report("plain.run.json")["review"] is None
 
@@ -106,7 +106,7 @@ def test_each_question_has_its_floor(model: Path, given: str, as_rows: bool) -> 
         found = [row["review"] for row in read_output("rows.parquet")]
         assert found == [row["review"] for row in rows for _ in range(2)]
         *looked, failed = [row["review"] for row in read_output("r.jsonl")]
-        assert failed.startswith("error: template_error: ")
+        assert failed.startswith("no answer: template_error: ")
         asked = [[why.partition(":")[0] for why in each.split("; ")] for each in looked]
         assert asked == [each for each in found[::2] if each]
 

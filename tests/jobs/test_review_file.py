@@ -119,7 +119,7 @@ def test_a_person_reads_question_answer_and_reason_and_finds_an_empty_column(
         own = found[id_]
         assert own["text"] == row["text"]
         if row["error"] is not None:
-            assert own["review"] == f"error: {row['error']}: {row['error_detail']}"
+            assert own["review"] == f"no answer: {row['error']}: {row['error_detail']}"
             assert own["team"] is own["team.sure"] is own["refund"] is None
             continue
         assert own["review"] == "; ".join(f"{name}: below {floors[name]}" for name in row["review"])
@@ -130,7 +130,7 @@ def test_a_person_reads_question_answer_and_reason_and_finds_an_empty_column(
     errors = [row["id"] for row in wanted.values() if row["error"]]
     assert errors == ["000005", "000017", "000030"]
     report = read_report("plain.run.json")["review"]
-    assert (report["errors"], report["rows"]) == (3, len(wanted) - 3)
+    assert (report["unanswered"], report["rows"]) == (3, len(wanted) - 3)
 
 
 @pytest.mark.parametrize("labels", ["Yes,No", "yes,no,fox"])
