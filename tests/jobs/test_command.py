@@ -107,10 +107,9 @@ def test_a_failure_prints_its_line_and_writes_its_report(model: Path) -> None:
 
 def test_quiet_leaves_warnings_and_errors(model: Path) -> None:
     source = write_parquet("in.parquet", prompt=["fox", None])
-    assert prefill("score", source, "-m", model, "-q", "--max-error-rate", "0.5").stderr.startswith(
-        "prefill: warning: "
-    )
-    stderr = beside_answers(prefill("score", source, "-m", model, "-q", "--overwrite").stderr)
+    given = ("score", source, "-m", model, "-q", "--empty-text", "error")
+    assert prefill(*given, "--max-error-rate", "0.5").stderr.startswith("prefill: warning: ")
+    stderr = beside_answers(prefill(*given, "--overwrite").stderr)
     assert stderr[0].startswith("prefill: 1 of 2 rows")
     assert len(stderr) == 2
     Path("data").mkdir()

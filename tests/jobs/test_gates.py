@@ -151,7 +151,20 @@ def test_shards_are_judged_when_they_are_merged(model: Path) -> None:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_each_line_of_a_json_log_is_an_object_of_its_run(model: Path, workers: str) -> None:
     write_parquet("in.parquet", prompt=[*texts(ROWS), None])
-    line = ["score", "in.parquet", "-o", "o.parquet", "-m", str(model), "--log-format", "json", "--run-id", "night 7"]
+    line = [
+        "score",
+        "in.parquet",
+        "-o",
+        "o.parquet",
+        "-m",
+        str(model),
+        "--log-format",
+        "json",
+        "--run-id",
+        "night 7",
+        "--empty-text",
+        "error",
+    ]
     line += ["--progress-interval", "0.001", "--workers", workers, "--threads", "1", "--max-drift", "0.5"]
     run = subprocess.run([sys.executable, "-m", "prefillcli", *line], capture_output=True, text=True, timeout=300)
     assert run.returncode == 3, run.stderr

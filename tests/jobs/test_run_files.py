@@ -229,7 +229,7 @@ def test_odd_ids_are_written(model: Path) -> None:
     ids: list[Any] = ["\ud800", "x" * 9000, 10**30, 1.5, True, {"a": [1]}, "\x00"]
     lines = [json.dumps({"prompt": None, "id": each}).encode() for each in ids]
     lines.append(b'{"prompt": "fox", "id": 1}')
-    summary = score(write_jsonl("in.jsonl", lines), "out.jsonl", model=model, id_column="id", max_error_rate=1)
+    summary = score(write_jsonl("in.jsonl", lines), "out.jsonl", **flags(model, max_error_rate=1))
     assert summary["exit_code"] == 0, summary
     named = [row["id"] for row in read_report()["failed"]]
     assert named[0] is None, "half a surrogate pair is no text"
