@@ -167,7 +167,7 @@ def test_the_last_line_and_the_tables(model: Path) -> None:
     ):
         assert text in done.stderr
     assert "\r" not in done.stderr
-    assert prefill("score", source, "-m", model, "--dry-run").exit_code == 3
+    assert prefill("score", source, "-m", model, "--dry-run", "--empty-text", "error").exit_code == 3
     assert prefill("score", source, "-m", model, "--dry-run", "-q", "--max-error-rate", 1).stderr == ""
 
 
