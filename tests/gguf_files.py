@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.jobs.jobs import Reference
 
-_CONTROL, _NORMAL, _UNUSED = 3, 1, 5
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
 class GgufReference(Reference):
@@ -49,10 +50,12 @@ def write_gguf(
     settings: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     parts: int = 1,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> Path:
     """The model of a folder in GGUF format at `path`, matrices quantised as `kind`; the first file where it is split.
 
     `settings` of the family replace those of the model, or drop them where they are None; `tensors` are added to its.
+    So do those of the `tokenizer`, without `tokenizer.ggml.`.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = [path] if parts == 1 else [part_of(path, number, parts) for number in range(1, parts + 1)]
@@ -61,7 +64,8 @@ def write_gguf(
         writer = GGUFWriter(file, architecture)
         if number == 0:
             _write_settings(writer, model.config, architecture, settings or {})
-            _write_tokenizer(writer, folder, model.config.vocab_size if architecture.startswith("qwen35") else 0)
+            least = model.config.vocab_size if architecture.startswith("qwen35") else 0
+            _write_tokenizer(writer, folder, least, tokenizer or {})
         if parts > 1:
             writer.add_uint16("split.no", number)
             writer.add_uint16("split.count", parts)
@@ -164,19 +168,99 @@ def _write_settings(writer: GGUFWriter, config: Any, architecture: str, changes:
             add[type(value)](f"{architecture}.{name}", value)
 
 
-def _write_tokenizer(writer: GGUFWriter, folder: Path, least: int) -> None:
+def _write_tokenizer(writer: GGUFWriter, folder: Path, least: int, changes: Mapping[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
     special = set(tokenizer.all_special_ids)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
     unused = [f"[PAD{number}]" for number in range(len(vocabulary), least)]  # as llama.cpp fills them up
-    writer.add_token_list([*(token for token, _ in vocabulary), *unused])
     kinds = [_CONTROL if number in special else _NORMAL for _, number in vocabulary]
-    writer.add_token_types([*kinds, *[_UNUSED] * len(unused)])
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(each) for each in merges])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*(token for token, _ in vocabulary), *unused],
+        "token_type": [*kinds, *[_UNUSED] * len(unused)],
+        "merges": [" ".join(each) for each in merges],
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_template": tokenizer.chat_template,
+    }
+    _add_tokenizer(writer, fields | dict(changes))
+
+
+# Files of a tokenizer alone.
+
+
+def write_tokenizer(path: Path, fields: Mapping[str, Any]) -> Path:
+    """Write a GGUF file of a tokenizer alone: its settings `tokenizer.ggml.*` are `fields`, without that prefix."""
+    writer = GGUFWriter(path, "llama")
+    _add_tokenizer(writer, fields)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: GGUFWriter, fields: Mapping[str, Any]) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    for name, value in fields.items():
+        place = {"general.name": name, "chat_template": "tokenizer.chat_template"}.get(name, f"tokenizer.ggml.{name}")
+        if value is not None:
+            add[type(value)](place, value)
+
+
+def tokenizer_fields(folder: Path, *, model: str, pre: str) -> dict[str, Any]:
+    """Return the settings of a file for the tokenizer of a folder, as llama.cpp's converter writes them."""
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {token["id"]: token for token in spec["added_tokens"]}
+    names = {number: token for token, number in spec["model"]["vocab"].items()}
+    names |= {number: token["content"] for number, token in added.items()}
+    count = max(names) + 1
+    kinds = [_UNUSED if number not in names else _NORMAL for number in range(count)]
+    for number, token in added.items():
+        kinds[number] = _CONTROL if token["special"] else _USER_DEFINED
+    tokens = [names.get(number, f"[PAD{number}]") for number in range(count)]
+    fields: dict[str, Any] = {"model": model, "pre": pre, "tokens": tokens, "token_type": kinds}
+    if model == "llama":
+        fields["scores"] = [-float(number) for number in range(count)]
+    else:
+        merges = spec["model"]["merges"]
+        fields["merges"] = [each if isinstance(each, str) else " ".join(each) for each in merges]
+    for name in ("bos", "eos"):
+        token = named.get(f"{name}_token")
+        token = token["content"] if isinstance(token, dict) else token
+        if token in tokens:
+            fields[f"{name}_token_id"] = tokens.index(token)
+    return fields
+
+
+SPLIT_TEXT = "I'm OK, it'S 1234567 a_b=f(x1)!!\n\n  Über\t été 日本한국 HTTPGet c'est.\r\n   '''5% ½ end  "
+_LONGEST = 12  # bytes of a token
+
+
+def splitting_fields(text: str, **changes: Any) -> dict[str, Any]:
+    """Return a byte-level tokenizer's settings by which each word of `text` is one token, and its tokens show how the
+    text was split. One word, `Zz`, is a token that no merge makes."""
+    spelling = bytes_to_unicode()
+    letters = "".join(spelling[byte] for byte in text.encode())
+    starts = range(len(letters) - 1)
+    parts = {letters[at : at + size] for at in starts for size in range(2, min(_LONGEST, len(letters) - at) + 1)}
+    tokens = [*sorted(spelling.values()), *sorted(parts, key=lambda part: (len(part), part)), "Zz"]
+    merges = [f"{part[:at]} {part[at:]}" for part in tokens if part in parts for at in range(1, len(part))]
+    added = {
+        "<s>": _CONTROL,
+        "<\uff5cUser\uff5c>": _CONTROL,
+        "<\uff5cend\u2581of\uff5c>": _USER_DEFINED,
+        "<think>": _USER_DEFINED,
+    }
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*tokens, *added],
+        "token_type": [_NORMAL] * len(tokens) + list(added.values()),
+        "merges": merges,
+        "bos_token_id": len(tokens),
+    }
+    return {name: value for name, value in (fields | changes).items() if value is not None}

@@ -1,7 +1,8 @@
 """Models in GGUF format: opened without reading a weight.
 
-transformers makes configuration and tokenizer of a file's header, which takes seconds. So they are kept as an ordinary
-model folder. The weights stay in the file (`placement.py`); vLLM alone gets them as safetensors, in such a folder.
+transformers makes the configuration of a file's header, and `gguf_tokenizer.py` the tokenizer. That takes seconds, so
+both are kept as an ordinary model folder. The weights stay in the file (`placement.py`); vLLM alone gets them as
+safetensors, in such a folder.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from tokenizers import processors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as reader
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -37,6 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import bounded, quiet_transformers
 from prefillcli.models.files import check_ranges, layer_number
+from prefillcli.models.gguf_tokenizer import is_split_unknown, make_tokenizer, unknown_settings
 from prefillcli.rows.filesystems import refuse_pointer
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
@@ -603,7 +604,7 @@ def _locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
         yield
 
 
-_FORMAT = 2  # of the cached folders
+_FORMAT = 3  # of the cached folders
 TOKENIZER_BYTES = 64 << 20  # a large one as files
 
 
@@ -660,8 +661,20 @@ def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
     contents.begin()
     parts = tuple(read_gguf_header(file) for file in files)
     check_parts(parts)
+    _tell_unknown(parts[0])
     made_by = [_FORMAT, version("transformers"), version("gguf")]
     return GgufModel(path, parts, contents, hash_value([contents.model(), *made_by]))
+
+
+def _tell_unknown(header: GgufHeader) -> None:
+    unknown = unknown_settings(header.fields)
+    if unknown:
+        log.warning(f"{header.path}: not known here, and not applied: {', '.join(unknown)}")
+    if is_split_unknown(header.fields):
+        log.warning(
+            f"{header.path}: no tokenizer.ggml.pre, so texts are split by llama.cpp's default, which is right for few "
+            "models: convert the model again with a current llama.cpp"
+        )
 
 
 def describe_gguf(model: GgufModel) -> Path:
@@ -685,27 +698,9 @@ def _describe(model: GgufModel, folder: Path) -> None:
             check_tensors(model.parts, empty, sum(numbers.values()), tensor_rules(model, empty).names)
             config.architectures = [type(empty).__name__]
         config.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        _begin_texts(tokenizer, header)
-        tokenizer.save_pretrained(folder)
+        whole = read_gguf_header(header.path, whole=True)
+        make_tokenizer(whole.fields, header.path).save_pretrained(folder)
     model.contents.require_unchanged()
-    if not (folder / "tokenizer.json").is_file():
-        raise UsageError(f"{header.path}: it has no tokenizer that transformers reads; take the model as safetensors")
-
-
-def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
-    # Make the tokenizer begin texts with BOS where the file has that setting, which transformers does not read from
-    # GGUF.
-    begins = header.fields.get("tokenizer.ggml.add_bos_token", header.fields.get("tokenizer.ggml.model") == "llama")
-    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
-    if not begins or bos is None or tokenizer("a")["input_ids"][:1] == [number]:
-        return
-    backend = tokenizer.backend_tokenizer
-    first = processors.TemplateProcessing(
-        single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, number)]
-    )
-    before = backend.post_processor
-    backend.post_processor = first if before is None else processors.Sequence([before, first])
 
 
 #: Makes numbers of a model of those of a file, float32 of the tensor's shape.

@@ -371,7 +371,8 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
     said = f"{files.origin}: cannot load the tokenizer"
     embedded = files.config.vocab_size
-    return load_tokenizer(files.path, embedded=embedded, trust_remote_code=trust_remote_code, said=said)
+    own = files.gguf is not None
+    return load_tokenizer(files.path, embedded=embedded, trust_remote_code=trust_remote_code, said=said, own=own)
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
@@ -412,13 +413,14 @@ _PARTS = {
 }
 
 
-def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said: str) -> Any:
-    """Load transformers' tokenizer of a folder, for a model that embeds `embedded` tokens.
+def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said: str, own: bool = False) -> Any:
+    """Load transformers' tokenizer of a folder, for a model that embeds `embedded` tokens. `own`: as we saved it; of
+    others transformers may know better than their files.
 
     Raises UsageError, whose message begins with `said`. It refuses files whose vocabulary is out of all proportion to
     the model before it loads them: the library makes tables as long as the largest id.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_files(folder)
     if trust_remote_code:
@@ -428,6 +430,8 @@ def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said
         if (folder / name).is_file():
             _check_vocabulary(folder / name, most)
     try:
+        if own:
+            return PreTrainedTokenizerFast.from_pretrained(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain ones
         if isinstance(error, PrefillError) or out_of_resource(error):

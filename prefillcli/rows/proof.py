@@ -314,6 +314,9 @@ _TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
 )
+_GGUF_RULES = (
+    2  # by which `models/gguf_tokenizer.py` makes a tokenizer of a file: with others, texts have other tokens
+)
 
 
 def is_model_file(inner: str) -> bool:
@@ -375,7 +378,7 @@ class ModelContents:
     def tokenizer(self) -> str:
         """Return the digest of the tokenizer and its chat templates. Raises as `FileContents.digests`."""
         if self._gguf:
-            return hash_value(["gguf tokenizer", *self._contents.digests()])
+            return hash_value(["gguf tokenizer", _GGUF_RULES, *self._contents.digests()])
         return self._digest(_TOKENIZER_FILES)
 
     def require_unchanged(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.errors import ResourceError
 from prefillcli.models.gguf import prune_cached
@@ -170,20 +170,68 @@ def test_control_tokens_in_the_data_stay_text(file: Path) -> None:
     assert row["prompt_tokens"] > len(reference.ids("<s> and </s>. Answer:"))
 
 
-def test_texts_begin_with_bos_where_the_file_says_so(model: Path, reference: Reference) -> None:
-    from gguf import GGUFWriter
+@pytest.mark.parametrize("says", [{"add_bos_token": True}, {"pre": "llama-bpe"}, {"pre": "tekken"}], ids=str)
+def test_texts_begin_with_bos_where_the_file_says_so(model: Path, reference: Reference, says: dict[str, Any]) -> None:
+    """By its own setting, or by how it splits texts."""
+    file = write_gguf(Path("bos.gguf").absolute(), model, tokenizer=says)
+    prompts = [text.replace("'", "") for text in PROMPTS]  # which all three split alike
+    score(write_parquet("in.parquet", prompt=prompts), model=file, labels=LABELS, dtype="float32", chat=False)
+    assert_scored(read_output("out.parquet"), [reference.answer(text) for text in prompts])
 
-    begun = GGUFWriter.add_token_types
 
-    def with_bos(self: GGUFWriter, types: Any) -> None:
-        begun(self, types)
-        self.add_add_bos_token(True)
+ROLES = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"  # as DeepSeek spells them
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GGUFWriter, "add_token_types", with_bos)
-        file = write_gguf(Path("bos.gguf").absolute(), model)
-    assert job(file)["exit_code"] == 0
-    assert_scored(read_output("out.parquet"), [reference.answer(text) for text in PROMPTS])
+
+def test_role_tokens_in_wide_letters_are_one_token_each(chat_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    free = [number for number, token in enumerate(tokens) if len(token) == 1 and not token.isascii()][-2:]
+    kinds = [3 if number in (*free, *tokenizer.all_special_ids) else 1 for number in range(len(tokens))]
+    for number, role in zip(free, ROLES, strict=True):
+        tokens[number] = role
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    file = write_gguf(
+        Path("roles.gguf").absolute(),
+        chat_model,
+        tokenizer={
+            "tokens": tokens,
+            "token_type": kinds,
+            "merges": [" ".join(each) for each in merges if set(tokens) >= {*each, "".join(each)}],
+            "chat_template": "{{ bos_token }}{% for each in messages %}"
+            + "{{ each.content }}".join(ROLES)
+            + "{% endfor %}",
+        },
+    )
+    assert score(write_parquet("in.parquet", prompt=PROMPTS), model=file, dtype="float32")["exit_code"] == 0
+    reference = Reference(chat_model)
+    user, assistant = ([number] for number in free)
+    wanted = [
+        reference.answer(
+            [reference.tokenizer.bos_token_id, *user, *reference.ids(text, special=False), *assistant],
+            labels=(("Yes",), ("No",)),
+        )
+        for text in PROMPTS
+    ]
+    assert_scored(read_output("out.parquet"), wanted)
+
+
+def test_a_file_whose_tokens_follow_other_rules_now_is_another_job(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr("prefillcli.rows.proof._GGUF_RULES", 1)
+        job(file)
+    done = job(file, resume=True)
+    assert done["exit_code"] == 4
+    assert "tokenizer" in done["error"]
+
+
+def test_what_is_not_known_of_a_tokenizer_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_gguf(Path("own.gguf").absolute(), model, tokenizer={"add_moods": True, "pre": None})
+    assert job(file, dry_run=True)["exit_code"] == 0
+    told = capsys.readouterr().err
+    assert "not known here, and not applied: tokenizer.ggml.add_moods" in told
+    assert "no tokenizer.ggml.pre" in told
 
 
 def test_rotary_factors_are_taken_over(model: Path) -> None:
