@@ -63,7 +63,7 @@ def test_development_has_what_its_tests_need_of_the_extras() -> None:
     there = {Requirement(line).name for line in OFFERED["dev"]}
     wanted = {
         Requirement(line).name
-        for extra in ("s3", "gguf", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
+        for extra in ("s3", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
         for line in OFFERED[extra]
     }
     assert wanted <= there
@@ -93,11 +93,11 @@ def test_every_package_of_the_environment_has_its_version() -> None:
 @pytest.mark.parametrize(
     ("origin", "line"),
     [
-        (None, "pip install 'prefillcli[gguf]'"),
-        ({"url": "file:///no/such.whl", "archive_info": {}}, "pip install 'prefillcli[gguf]'"),
-        ({"url": "https://host/some.whl", "archive_info": {}}, "pip install 'prefillcli[gguf]'"),
-        ({"url": "file://{here}/a%20wheel.whl", "archive_info": {}}, "pip install '{here}/a wheel.whl[gguf]'"),
-        ({"url": "file://{here}", "dir_info": {"editable": True}}, "pip install -e '{here}[gguf]'"),
+        (None, "pip install 'prefillcli[bm25]'"),
+        ({"url": "file:///no/such.whl", "archive_info": {}}, "pip install 'prefillcli[bm25]'"),
+        ({"url": "https://host/some.whl", "archive_info": {}}, "pip install 'prefillcli[bm25]'"),
+        ({"url": "file://{here}/a%20wheel.whl", "archive_info": {}}, "pip install '{here}/a wheel.whl[bm25]'"),
+        ({"url": "file://{here}", "dir_info": {"editable": True}}, "pip install -e '{here}[bm25]'"),
     ],
 )
 def test_an_extra_comes_from_where_the_program_came_from(
@@ -107,4 +107,4 @@ def test_an_extra_comes_from_where_the_program_came_from(
     (tmp_path / "a wheel.whl").touch()
     text = None if origin is None else json.dumps(origin).replace("{here}", str(tmp_path))
     monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
-    assert installing("gguf") == line.replace("{here}", str(tmp_path))
+    assert installing("bm25") == line.replace("{here}", str(tmp_path))

@@ -41,7 +41,6 @@ from prefillcli.models.gguf_tokenizer import is_split_unknown, make_tokenizer, u
 from prefillcli.rows.filesystems import refuse_pointer
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
-from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.packed import FLOATS, blocks_bytes
@@ -654,9 +653,8 @@ class GgufModel:
 def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
     """Check the GGUF `files` that `path` names. Reads their headers, and hashes them unless their digest is known.
 
-    Raises UsageError for files that are damaged or cannot be read, and where the packages for them are missing.
+    Raises UsageError for files that are damaged or cannot be read.
     """
-    require_extra("gguf", f"{path}: GGUF")
     contents = ModelContents(path)
     contents.begin()
     parts = tuple(read_gguf_header(file) for file in files)

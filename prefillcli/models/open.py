@@ -25,7 +25,7 @@ from prefillcli.prompts.questions import Question, typed
 from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
-from prefillcli.runtime.extras import light_imports, require_extra
+from prefillcli.runtime.extras import light_imports
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
@@ -159,9 +159,7 @@ def local_model(name: str, option: str) -> Path | None:
             f"{option} {name}: an adapter, which is read with its model\n"
             f"merge it into its model with PEFT, and give the merged model as {option}"
         )
-    if gguf_parts(path):
-        require_extra("gguf", f"{path}: GGUF")
-    elif path.is_dir():
+    if not gguf_parts(path) and path.is_dir():
         find_weights(path)
         check_files(path)
         check_config(path / "config.json")

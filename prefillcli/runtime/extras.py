@@ -24,7 +24,6 @@ EXTRAS = {
     "azure": ("adlfs",),
     "ray": ("ray",),
     "vllm": ("vllm",),
-    "gguf": ("gguf",),
     "bm25": ("bm25s",),
     "fp8": ("accelerate",),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
@@ -37,7 +36,6 @@ EXTRAS = {
 # Packages that are used if they are installed, by the names that Python imports them by, and their purpose.
 OPTIONAL = {
     "accelerate": "quantised models",
-    "gguf": "models in GGUF format",
     "bitsandbytes": "its weights",
     "compressed_tensors": "its weights",
     "torchao": "its weights",

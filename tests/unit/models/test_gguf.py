@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,13 +247,6 @@ def test_a_folder_with_a_configuration_is_told_to_name_its_file(file: Path) -> N
     text = refusal(file.parent)
     assert "no .safetensors file" in text
     assert f"give the GGUF file itself: {file}" in text
-
-
-def test_a_missing_package_is_named_with_the_line_to_type(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    text = refusal(file)
-    assert "the package gguf is not installed" in text
-    assert "[gguf]'" in text
 
 
 def test_other_files_and_missing_ones_are_refused(tmp_path: Path) -> None:
