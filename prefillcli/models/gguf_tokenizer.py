@@ -362,13 +362,13 @@ class _Maker:
 
     def _id(self, name: str) -> int | None:
         number = self._get(f"{name}_token_id", _DEFAULT_IDS.get(self._kind, {}).get(name))
-        return number if type(number) is int and 0 <= number < len(self._tokens) else None
+        return int(number) if type(number) is int and 0 <= number < len(self._tokens) else None
 
     def _flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if type(value) is not bool:
             raise self._refusal(f"{name} is {value!r}, which is neither true nor false")
-        return value
+        return bool(value)
 
     def _list(self, name: str) -> list[Any]:
         value = self._get(name)
