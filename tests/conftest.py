@@ -26,6 +26,11 @@ except ImportError:  # vLLM's environment has none, nor tests that need it
 # imported, which comes after this.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Python keeps the bytecode of all that is imported, as it does under make, whatever the machine says: a process that
+# compiles torch and transformers itself takes three times as long to start, and hundreds of tests start one.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # As the command does before it imports them: tests look at what a job says on stderr.
 quiet_imports()
 

@@ -260,6 +260,20 @@ def test_a_torch_without_cuda_beside_a_driver_is_noted(monkeypatch: pytest.Monke
     assert any("built for CPUs" in note for note in examine(quiet=True)["notes"])
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_packages_that_python_compiles_at_every_start_are_noted(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytecode = tmp_path / "torch.pyc"
+    if kept:
+        bytecode.touch()
+    monkeypatch.setattr(torch.__spec__, "cached", str(bytecode))
+    notes = [note for note in doctor._notes(torch.device("cpu")) if "at every start" in note]
+    site = str(Path(torch.__file__).parents[1])
+    assert len(notes) == (not kept)
+    assert all(f"python -m compileall -q {site} once" in note for note in notes)
+
+
 @pytest.mark.parametrize(("capability", "noted"), [((8, 0), True), ((9, 0), False), ((12, 0), True)])
 def test_devices_that_wait_for_each_expert_are_noted(
     capability: tuple[int, int], noted: bool, monkeypatch: pytest.MonkeyPatch

@@ -371,6 +371,12 @@ class _Budget:
 def _notes(device: torch.device) -> list[str]:
 
     notes = []
+    if torch.__spec__ is not None and not os.path.exists(torch.__spec__.cached or torch.__file__):
+        folder = os.path.dirname(os.path.dirname(torch.__file__))
+        notes.append(
+            "Python compiles torch and other packages anew at every start, which more than doubles its time: run "
+            f"python -m compileall -q {folder} once, as a user who may write there"
+        )
     if device.type == "cpu" and device_key.driver_version() is not None and torch.version.cuda is None:
         notes.append("an NVIDIA driver is here, but this torch is built for CPUs: install a CUDA build of it")
     if device.type == "cuda" and attention.compute_capability(device) not in FAST_GROUPED_PRODUCTS:
