@@ -265,7 +265,7 @@ class _Maker:
         backend = Tokenizer(
             models.BPE(vocab=self._ids, merges=merges, ignore_merges=split.whole, byte_fallback=split.lines)
         )
-        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
+        splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
         if split.lines:
             backend.normalizer = normalizers.Replace(" ", "▁")
             backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -6,12 +6,16 @@ It leads from a CSV file to a night of which a person looks at the doubtful answ
 from __future__ import annotations
 
 import csv
+import html
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import openpyxl
 import pytest
 
 from prefillcli import Choice, Predicate, Score
@@ -27,6 +31,8 @@ pytestmark = pytest.mark.slow
 REFUND = Predicate("Does the customer ask for a refund?", name="refund")
 DEPARTMENT = Choice("Which department should answer?", ["payments", "devices", "accounts"], name="department")
 URGENCY = Score("How urgent is it?", ["low", "normal", "high"], name="urgency")
+SIXTY = 60  # tickets of the day
+EMPTY = (7, 31, 52)  # of them, without a text
 COMPARED = 12  # rows whose probabilities are compared with transformers'
 
 
@@ -40,6 +46,12 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
         table.writerows(rows)
+
+
+def words_of(page: Path) -> str:
+    """What a reader sees of a page."""
+    seen = re.sub(r"<(style|script|title)[^>]*>.*?</\1>", " ", page.read_text(), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", seen)).split())
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +177,67 @@ def test_a_persons_corrections_become_the_floors_of_the_night(place: Place, tick
     sure = [row for row in rows if not row["review"]]
     assert sum(row["answer"] == right[row["id"]] for row in sure) >= 0.85 * len(sure) > 0
     assert doubted
+
+
+def test_a_day_from_an_export_to_a_corrected_night(place: Place, tickets: list[dict[str, str]]) -> None:
+    rows = [
+        row | {"id": f"{at:06}", "text": "" if at in EMPTY else row["text"]} for at, row in enumerate(tickets[:SIXTY])
+    ]
+    write(place.folder / "export.csv", rows)
+    asked: list[Question] = [REFUND, DEPARTMENT, URGENCY]
+    (place.folder / "day.json").write_text(json.dumps({"questions": [each.to_json() for each in asked]}))
+    words = ["--questions", "day.json", "--id-column", "id", "--keep-columns", "text"]
+
+    # Right answers: the page says how often the model is right, and how often the commonest answer would be
+    truth = ["--truth", "refund=is_refund,department=team,urgency=level"]
+    done = summary(place, "score", "export.csv", *words, *truth, "-o", "judged.csv")
+    assert (done["status"], done["rows"]["scored"], done["rows"]["errors"]) == ("complete", SIXTY - len(EMPTY), 0)
+    page, answered = words_of(place.folder / done["page"]), [row for row in rows if row["text"]]
+    judged = [row for row in read(place.folder / "judged.csv") if row["department"]]
+    right = sum(row["department"] == own["team"] for row, own in zip(judged, answered, strict=True))
+    team, most = Counter(row["team"] for row in answered).most_common(1)[0]
+    assert f"{right / len(answered):.1%} of {len(answered)} rows; always {team}: {most / len(answered):.1%}" in page
+    assert page.index(done["verdict"]["text"]) < page.index("label mass") < page.index(DEPARTMENT.instructions)
+
+    # A person looks at all of them in a spreadsheet, which makes numbers of ids, and writes what is wrong
+    seen = ["--review-below", "1", "--review", "look.csv"]
+    summary(place, "score", "export.csv", *words, *seen, "-o", "sample.csv")
+    looked = read(place.folder / "look.csv")
+    assert {row["id"] for row in looked if not row["department"]} == {f"{at:06}" for at in EMPTY}
+    known = {int(row["id"]): row for row in rows}
+    book = openpyxl.Workbook()
+    sheet = book.active
+    for line in [[*looked[0]], *([*row.values()] for row in looked)]:
+        sheet.append([int(value) if value.isdigit() else value or None for value in line])
+    names = [cell.value for cell in sheet[1]]
+    for line in sheet.iter_rows(min_row=2):
+        cells = dict(zip(names, line, strict=True))
+        own = known[cells["id"].value]
+        if own["text"]:
+            cells["refund.right"].value = own["is_refund"] == "yes"
+            for name, column in (("department", "team"), ("urgency", "level")):
+                if cells[name].value != own[column]:
+                    cells[f"{name}.right"].value = f"{own[column].capitalize()} "
+    book.save(place.folder / "looked.xlsx")
+    with (place.folder / "looked.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        for line in openpyxl.load_workbook(place.folder / "looked.xlsx").active.values:
+            csv.writer(file, delimiter=";").writerow("" if value is None else value for value in line)
+
+    # Floors, and a night of which a person sees the answers below them
+    given = ["--truth-from", "looked.csv", "--review-blank", "confirmed", "--accuracy", "0.8", "-o", "day.floors.json"]
+    floors = summary(place, "calibrate", "sample.csv", *given)["questions"]
+    assert {name: each["floors"][0]["rows"] for name, each in floors.items()} == dict.fromkeys(
+        ("refund", "department", "urgency"), len(answered)
+    )
+    entry = floors["department"]["floors"][0]
+    assert entry["right"] == right
+    write(place.folder / "later.csv", tickets[SIXTY:])
+    given = ["--review-below", "day.floors.json", "--review", "tonight.csv", "-o", "night.csv"]
+    done = summary(place, "score", "later.csv", *words, *given)
+    shares = {row["id"]: json.loads(row["department.probabilities"]) for row in read(place.folder / "night.csv")}
+    doubted = [name for name, each in shares.items() if max(each.values()) < (entry["floor"] or 2)]
+    reviewed = read(place.folder / "tonight.csv")
+    assert [row["id"] for row in reviewed if "department" in row["review"]] == doubted
+    assert not any(row["department.right"] for row in reviewed)
+    page = words_of(place.folder / done["page"])
+    assert f"{len(reviewed)} to review" in page or f"{len(reviewed)}" in page
