@@ -151,11 +151,32 @@ def default_output(first: str, *, partition: bool = False) -> str:
 
 
 def default_report(output: str) -> str:
-    """Return the default path of the report: `data.scores.parquet` -> `data.scores.run.json`, beside it."""
-    base = written_path(output, follow=False).rstrip("/")
+    """Return the default path of the report: `data.scores.parquet` -> `data.scores.run.json`, beside it.
+
+    Where that is the report of another local output that is there, it has the whole name: `data.scores.csv.run.json`.
+    """
+    whole = written_path(output, follow=False).rstrip("/")
+    path = f"{_without_ending(whole)}.run.json"
+    return f"{whole}.run.json" if _is_of_another(path, whole) else path
+
+
+def _without_ending(output: str) -> str:
     for ending in FILE_ENDINGS:
-        base = base.removesuffix(ending)
-    return f"{base}.run.json"
+        output = output.removesuffix(ending)
+    return output
+
+
+def _is_of_another(report: str, output: str) -> bool:
+    # Whether a report belongs to an output of the same folder that is not this one, and both would have this name.
+    if is_url(report):
+        return False
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(Path(report).read_bytes())
+        named = content.get("output") if isinstance(content, dict) else None
+        if isinstance(named, str):
+            other = os.path.join(os.path.dirname(report), os.path.basename(named.rstrip("/")))
+            return other != output and f"{_without_ending(other)}.run.json" == report and os.path.exists(other)
+    return False
 
 
 def report_path(output: str, report: str | None, shard: Shard | None) -> str:

@@ -225,6 +225,20 @@ def test_the_page_follows_the_report(model: Path) -> None:
     assert Path("r/numbers.html").exists()
 
 
+def test_a_second_output_of_the_same_stem_leaves_the_report_of_the_first(model: Path) -> None:
+    source = write_parquet("in.parquet", prompt=texts(3))
+    given: dict[str, Any] = {"model": model}
+    assert score(source, "a.csv", **given)["report"] == "a.run.json"
+    before = Path("a.run.json").read_bytes(), Path("a.run.html").read_bytes()
+    other = score(source, "a.parquet", **given)
+    assert (other["exit_code"], other["report"], other["page"]) == (0, "a.parquet.run.json", "a.parquet.run.html")
+    assert read_report("a.parquet.run.json")["output"] == "a.parquet"
+    assert (Path("a.run.json").read_bytes(), Path("a.run.html").read_bytes()) == before
+    assert score(source, "a.csv", **given, resume=True)["report"] == "a.run.json"
+    Path("a.csv").unlink()
+    assert score(source, "a.parquet", **given, overwrite=True)["report"] == "a.run.json"
+
+
 def test_odd_ids_are_written(model: Path) -> None:
     ids: list[Any] = ["\ud800", "x" * 9000, 10**30, 1.5, True, {"a": [1]}, "\x00"]
     lines = [json.dumps({"prompt": None, "id": each}).encode() for each in ids]
