@@ -29,7 +29,7 @@ TEST_WORKERS ?= 2
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-llama-tokens test-nightly test-faults \
+.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
 	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
@@ -202,6 +202,11 @@ test-llama-tokens: setup-real setup-tokenizers setup-llama-tokens
 test-nightly: setup
 	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) JOB_SHUFFLES=$(JOB_SHUFFLES) \
 		$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
+
+# Both of these in one run, which collects and imports once: what CI takes
+test-long: setup
+	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) JOB_SHUFFLES=$(JOB_SHUFFLES) \
+		$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "nightly or matrix"
 
 # The loops over every call of a job, without gaps: an hour on two cores
 test-faults: setup

@@ -41,6 +41,8 @@ WRONG = {
     ("in.jsonl", "-m", "./empty"): "empty: no config.json",
     ("in.jsonl", "-m", "./bare"): "bare: no .safetensors file",
     ("in.jsonl", "-m", "./damaged"): "config.json: not JSON",
+    ("in.jsonl", "-m", "pointer.gguf"): "pointer.gguf: a Git LFS pointer",
+    ("in.jsonl", "-m", "page.gguf"): "page.gguf: not a GGUF file",
     ("in.jsonl", "--labels", "Yes"): "at least two labels are needed",
     ("in.jsonl", "--labels", "Yes,,No"): "--labels 'Yes,,No': item 2 is empty",
     ("in.jsonl", "--device", "abacus"): "no such device",
@@ -103,6 +105,8 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "pointer.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
+    (tmp_path / "page.gguf").write_text("<!doctype html><title>Not found</title>")
     (tmp_path / "strange.parquet").write_bytes(b"whose is it?")
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps(list(CASES[name]))],

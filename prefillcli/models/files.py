@@ -236,6 +236,24 @@ def check_files(folder: Path) -> None:
             refuse_pointer(file)
 
 
+GGUF_MAGIC = b"GGUF"
+_LEAST_GGUF = 24  # bytes of a header
+
+
+def check_gguf(path: Path) -> None:
+    """Refuse a file that is no GGUF file by its first bytes, or a pointer in place of one."""
+    refuse_pointer(path)
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < _LEAST_GGUF:
+                raise UsageError(f"{path}: not a GGUF file: {size} bytes")
+            if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                raise UsageError(f"{path}: not a GGUF file")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def refuse_code_elsewhere(folder: Path) -> None:
     """Refuse a model whose code is in another repository of a hub: it would be fetched, and no fingerprint has it."""
     for file in (folder / "config.json", folder / "tokenizer_config.json"):

@@ -36,9 +36,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import bounded, quiet_transformers
-from prefillcli.models.files import check_ranges, layer_number
+from prefillcli.models.files import GGUF_MAGIC, check_gguf, check_ranges, layer_number
 from prefillcli.models.gguf_tokenizer import is_split_unknown, make_tokenizer, unknown_settings
-from prefillcli.rows.filesystems import refuse_pointer
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
 from prefillcli.runtime.user_cache import cache_folder
@@ -50,7 +49,6 @@ from prefillcli.walk.packed import FLOATS, blocks_bytes
 # The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -101,11 +99,8 @@ class GgufHeader:
 def read_gguf_header(path: Path, *, whole: bool = False) -> GgufHeader:
     """Read the header of a file, with `whole` arrays or the lengths of long ones. Raises UsageError if it is not a
     GGUF file or ends before its header does."""
-    refuse_pointer(path)
+    check_gguf(path)
     try:
-        size = path.stat().st_size
-        if size < 24:
-            raise UsageError(f"{path}: not a GGUF file: {size} bytes")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(data, whole=whole).header(path)
     except OSError as error:
@@ -127,9 +122,7 @@ class _Cursor:
         self._whole = whole
 
     def header(self, path: Path) -> GgufHeader:
-        if self._data[:4] != _MAGIC:
-            raise _NoGgufError("not a GGUF file")
-        self._at = 4
+        self._at = len(GGUF_MAGIC)
         version, tensors, settings = self._unpack("<IQQ")
         if version not in _VERSIONS:
             raise _NoGgufError(
@@ -219,7 +212,7 @@ def write_joined(parts: Sequence[GgufHeader], path: Path) -> None:
         shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
         table.append(struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", tensor.kind, end))
         end += -(-tensor_bytes(tensor) // first.alignment) * first.alignment
-    head = _MAGIC + struct.pack("<IQQ", first.version, len(table), len(settings)) + b"".join(settings + table)
+    head = GGUF_MAGIC + struct.pack("<IQQ", first.version, len(table), len(settings)) + b"".join(settings + table)
     start = -(-len(head) // first.alignment) * first.alignment
     with path.open("xb") as file:
         file.write(head)

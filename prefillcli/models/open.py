@@ -13,6 +13,7 @@ from prefillcli.models.files import (
     check_config,
     check_files,
     check_generation_config,
+    check_gguf,
     find_weights,
     has_classes,
     read_json,
@@ -159,7 +160,10 @@ def local_model(name: str, option: str) -> Path | None:
             f"{option} {name}: an adapter, which is read with its model\n"
             f"merge it into its model with PEFT, and give the merged model as {option}"
         )
-    if not gguf_parts(path) and path.is_dir():
+    parts = gguf_parts(path)
+    for part in parts:
+        check_gguf(part)
+    if not parts and path.is_dir():
         find_weights(path)
         check_files(path)
         check_config(path / "config.json")

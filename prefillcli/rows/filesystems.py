@@ -311,7 +311,7 @@ def refuse_pointer(file: Path) -> None:
     """Raise UsageError for the text that Git LFS leaves in place of a large file."""
     with suppress(OSError), file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
-            raise UsageError(f"{file}: a Git LFS pointer in place of the file\nfetch it with: git lfs pull")
+            raise UsageError(f"{file}: a Git LFS pointer instead of the file\nfetch it with: git lfs pull")
 
 
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
