@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+import pyarrow as pa
+import pyarrow.csv
 import pytest
 from pydantic import ValidationError
 
@@ -94,6 +96,7 @@ OTHER: dict[str, Any] = {
     "template": "{{ text }}",
     "labels": "No,Yes",
     "label_values": (1.0, 0.0),
+    "csv_separator": ",",
     "dtype": "bfloat16",
     "chat": False,
     "id_column": "id",
@@ -124,6 +127,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "flips_of": {"exit": True},
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
+    "csv_separator": {"inputs": ("csv",)},
+    "csv_quoting": {"inputs": ("csv",)},
     "format": {"inputs": ("batch",), "draft": None, "keep": 1.0},
     "served_model_name": {"inputs": ("batch",)},
 }
@@ -179,7 +184,8 @@ def other_value(name: str) -> Any:
 @pytest.mark.parametrize("job", RECORDED)
 def test_a_job_is_still_the_one_that_an_earlier_version_began(job: str) -> None:
     flags, own = RECORDED[job]
-    assert score("rows.jsonl", model=sample_model(), **flags)["exit_code"] == 0
+    # Rows without text were errors then
+    assert score("rows.jsonl", model=sample_model(), empty_text="error", **flags)["exit_code"] == 0
     assert read_report()["fingerprint"] == PLAIN | own
 
 
@@ -195,7 +201,10 @@ def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str, monk
     beside = BESIDE.get(name, {})
     for folder in beside.get("inputs", ()):
         Path(folder).mkdir()
-        write_jsonl(Path(folder) / "rows.jsonl", BATCH if folder == "batch" else ROWS)
+        if folder == "csv":
+            pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), Path(folder) / "rows.csv")
+        else:
+            write_jsonl(Path(folder) / "rows.jsonl", BATCH if folder == "batch" else ROWS)
     if beside.get("model") == "chat":
         shutil.copytree(sample_model(), "chat")
         Path("chat/chat_template.jinja").write_text(
