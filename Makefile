@@ -113,7 +113,7 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
 	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[gguf,lm-eval]" "pytest>=8"
+		--editable ".[lm-eval]" "pytest>=8"
 	touch $@
 
 # Peers of `make bench-peers`, each with packages of its own. llama.cpp is compiled for this processor: minutes

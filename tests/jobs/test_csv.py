@@ -237,6 +237,7 @@ def piped(given: bytes, *words: object) -> tuple[bytes, dict[str, Any]]:
     return out, json.loads(err.decode().splitlines()[-1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.parquet"])
 def test_rows_come_through_a_pipe_and_scores_go_through_another(name: str, tmp_path: Path) -> None:

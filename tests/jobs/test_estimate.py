@@ -93,6 +93,7 @@ def test_a_run_that_ended_behind_its_last_row_is_finished_by_the_next(
 ASKED = {"same": ("{{ prompt }}", "Yes,No"), "other": ("{{ prompt }} Yes\nAnswer:", "Yes,No,Maybe")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
 def test_each_question_has_the_shares_that_it_has_alone(data: Path, output: str) -> None:
     given = {"model": sample_model(), "first": ["words", str(sample_draft())], "estimate": 60, "max_error_rate": 0.2}

@@ -130,6 +130,7 @@ def expected(first: Path, probe: dict[str, Any], text: str) -> np.ndarray:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["encoder", "reward"])
 def test_a_head_that_knows_the_answer_decides_rows_by_its_own_forward(
     kind: str, data: Path, large: Path, in_full: list[dict[str, Any]], request: pytest.FixtureRequest
