@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from prefillcli.asking.question_file import read_questions
 from prefillcli.cli import app
 from prefillcli.models.files import LOGIT_SCORE
-from tests.jobs.jobs import Reference
+from tests.jobs.jobs import Reference, beside_answers
 from tests.jobs.models import save_model
 from tests.jobs.test_typed_questions import shares
 from tests.unit.engines.encoder_models import save_encoder
@@ -212,7 +212,7 @@ def score_pairs(model: Path, *options: str, **columns: list[str]) -> tuple[list[
         app, ["score", "pairs.parquet", "-m", str(model), "-o", "own.parquet", "--overwrite", *options]
     )
     assert result.exit_code == 0, result.stderr
-    return pq.read_table("own.parquet").to_pylist(), " ".join(result.stderr.split())
+    return pq.read_table("own.parquet").to_pylist(), " ".join(" ".join(beside_answers(result.stderr)).split())
 
 
 PAIRS = [(query, document) for query in QUERIES for document in DOCUMENTS]

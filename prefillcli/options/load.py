@@ -121,6 +121,7 @@ def _refuse_other_bytes(value: Any, origin: str) -> None:
 def reason_of(error: Mapping[str, Any]) -> str:
     """Return what pydantic says of a wrong value, with the nearest of the words that it may be."""
     reason = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    reason = re.sub("a valid (tuple|list)", "a list", reason).replace("a valid dictionary", "a mapping")
     words = re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
     return reason + did_you_mean(str(error["input"])[:60], words)
 

@@ -260,9 +260,10 @@ class PromptBuilder:
         self.column = prompt_column(settings.prompt_column, available)
         self._instructions = instructions
         asked = instructions.columns if instructions else ()
-        # The columns of the text, or of the document before a question, and all that prompts are made of.
-        self._text_columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        self.columns: tuple[str, ...] = tuple(dict.fromkeys((*self._text_columns, *asked)))
+        # The columns that prompts are made of, and those of them that only say what is asked.
+        own = self.template.columns if self.template else (self.column,)
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys((*own, *asked)))
+        self._only_asked = frozenset(asked) - {*own}
         # Those, and the ones of pairs and labels: what `build` needs of a row.
         further = (*filter(None, [settings.pair_column]), *settings.label_columns)
         self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *further)))
@@ -397,8 +398,8 @@ class PromptBuilder:
 
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
         # The values of a row whose texts may be cut, by column.
-        names = dict.fromkeys([*self._text_columns, *filter(None, [self.settings.pair_column])])
-        return {name: batch.columns[name][place] for name in names}
+        names = dict.fromkeys([*self.columns, *filter(None, [self.settings.pair_column])])
+        return {name: batch.columns[name][place] for name in names if name not in self._only_asked}
 
     def _cut(self, batch: RowBatch, rows: Mapping[int, Shortening]) -> RowBatch:
         # These rows, ascending, with shorter texts.

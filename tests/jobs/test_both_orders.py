@@ -177,7 +177,7 @@ PLAIN = "questions: [{name: a, template: '{{ one }} {{ other }}', labels: [Yes, 
     [
         (PLAIN % "[one, one]", "question 'a': swap ['one', 'one']: name two different columns"),
         (PLAIN % "[one]", "question 'a': swap ['one']: name two different columns"),
-        (PLAIN % "one", "question 'a': swap: "),
+        (PLAIN % "one", "question 'a': swap \"one\": should be a list"),
         (PLAIN % "[one, othr]", "question 'a': swap: the input has no column 'othr'; did you mean 'other'?"),
         (PLAIN % "[one, id]", "question 'a': swap: its prompt does not use the column 'id'"),
         (PLAIN.replace("[Yes, No]", "[Yes]") % "[one, other]", "question 'a': labels ('Yes',): at least two"),

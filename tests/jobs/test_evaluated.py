@@ -56,6 +56,12 @@ def evaluated(source: Path, model: Path, output: str = "out.parquet", **more: An
     assert summary["exit_code"] == 0, summary
     found = read_report(summary["report"])["evaluation"]
     line = {"rows": found["rows"], "accuracy": found["accuracy"]["value"], "auc": found["auc"]["value"]}
+    rows = {value["label"]: 0 for value in found["truth_values"] if value["label"] is not None}
+    for value in found["truth_values"]:
+        if value["label"] is not None:
+            rows[value["label"]] += value["rows"]
+    commonest = summary["evaluation"].pop("commonest", None)
+    assert commonest == (pytest.approx(max(rows.values()) / found["rows"]) if found["rows"] else None)
     assert summary["evaluation"] == line
     return found
 

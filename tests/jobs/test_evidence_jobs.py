@@ -140,9 +140,9 @@ def test_error_rows_and_what_a_limit_of_length_cuts(model: Path) -> None:
     texts: list[str | None] = [text_of(parts(0)), None, text_of([parts(1)[0]] * 6), text_of(parts(2))]
     flags = {"max_length": 200, "on_long": "truncate-left"}
     source = write_parquet("in.parquet", prompt=texts)
-    assert score(source, model=model, evidence=True, **flags)["exit_code"] == 3
+    assert score(source, model=model, evidence=True, **flags)["exit_code"] == 0
     rows = read_output("out.parquet")
-    assert rows[1]["evidence"] is None
+    assert (rows[1]["error"], rows[1]["evidence"]) == ("skipped_empty", None)
     assert rows[2]["truncated"]
     cut = {f"paragraph {at + 1}": {"prompt": text_of([parts(1)[0]] * 5)} for at in range(6)}
     edited = edited_texts(3)

@@ -177,7 +177,7 @@ def test_a_model_that_answers_with_no_number_gives_error_rows(model: Path, tmp_p
     weights["model.norm.weight"].fill_(float("nan"))
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
-    assert score(source, model=broken)["exit_code"] == 3
+    assert score(source, model=broken)["exit_code"] == 1
     assert [(row["error"], row["score"]) for row in read_output("out.parquet")] == [("nonfinite_score", None)] * 4
     assert read_report()["first_answers"] == []
 

@@ -383,7 +383,7 @@ def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str, as
             "question 'late': type \"yesno\": should be predicate, choice or score$",
         ),
         ({"type": "predicate", "instruction": "x"}, "question 'late': unknown key 'instruction'; did you mean"),
-        (5, "question number 1: should be a valid dictionary"),
+        (5, "question number 1: should be a mapping"),
     ],
 )
 def test_a_wrong_question_of_a_map_is_refused_with_its_place(question: Any, said: str, tmp_path: Path) -> None:

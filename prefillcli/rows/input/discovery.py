@@ -222,6 +222,8 @@ def _local_matches(pattern: str) -> Iterator[str]:
     # Files and folders that match, through symbolic links, as `_walk_local` finds them: fsspec leaves out what it
     # cannot look at, and with `**` linked folders.
     fixed, bare = _glob_root(pattern), pattern.rstrip("/")
+    if not os.path.lexists(fixed or "/"):
+        return
     matches = re.compile(glob_translate(bare)).fullmatch
     for path, is_folder in _candidates(fixed or "/", PurePosixPath(bare[len(fixed) :]).parts[1:], set()):
         if matches(path) and (is_folder or bare == pattern):

@@ -193,6 +193,7 @@ def test_a_stopped_run_goes_on_with_the_rows_that_are_left(
 def test_another_engine_is_another_job(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_parquet("in.parquet", prompt=texts(4))
     assert score(source, model=model, engine="hf")["exit_code"] == 0
+    capsys.readouterr()
     eager = {"engine": "hf", "engine_options": {"attn_implementation": "eager"}}
     for other in ({}, {"engine": "fake"}, eager):
         assert score(source, model=model, resume=True, **other)["exit_code"] == 4

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from prefillcli.core.windows import SeenIds
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import _texts, kinds_of, type_for, typed_column
+from prefillcli.rows.output.columns import kinds_of, shown_ids, type_for, typed_column
 from prefillcli.rows.records import as_json, plain_column, plain_type, to_python
 
 SMALL = st.integers(-3, 120)
@@ -110,7 +110,7 @@ def test_ids_of_every_type_are_carried_and_written(tmp_path_factory: pytest.Temp
     (batch,) = Source.open([str(path)], carried=["id"]).batches()
     carried = batch.carried["id"]
     assert carried.equals(stored.cast(plain_type(stored.type)))
-    assert len(_texts(carried, False)) == len([json.loads(text) for text in as_json(carried)]) == len(array)
+    assert len(shown_ids(carried, False)) == len([json.loads(text) for text in as_json(carried)]) == len(array)
     assert [text == "null" for text in as_json(carried)] == [
         not value.is_valid or (pa.types.is_floating(array.type) and not np.isfinite(value.as_py())) for value in stored
     ]

@@ -172,7 +172,7 @@ def test_a_cut_file_yields_what_came_before_and_then_fails_by_name(tmp_path: Pat
 def test_a_file_that_is_no_json_lines_is_a_usage_error(tmp_path: Path) -> None:
     path = tmp_path / "pretty.json"
     path.write_text(json.dumps([{"prompt": "a"}], indent=1))
-    with pytest.raises(UsageError, match=r"pretty\.json.*JSON object"):
+    with pytest.raises(UsageError, match=r"pretty\.json: it is one JSON array"):
         Source.open([str(path)], columns=["prompt"])
 
 
