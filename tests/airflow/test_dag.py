@@ -244,7 +244,8 @@ def test_a_night_with_bad_rows_fails_in_the_check_without_another_try(
     run = airflow.run("2026-01-05")
     assert airflow.codes == ["0"], run.log
     assert run.states == {"score": "success", "check": "failed"}, run.log
-    assert "2 of 50 rows failed: {'empty_prompt': 1, 'null_prompt': 1}" in run.log
+    assert run.xcom["score"]["rows"]["errors_by_code"] == {"empty_prompt": 1, "null_prompt": 1}
+    assert "2 of 50 rows failed: {" in run.log
 
 
 def test_a_night_that_fails_for_good_has_one_try(airflow: Airflow, monkeypatch: pytest.MonkeyPatch) -> None:
