@@ -203,7 +203,8 @@ test-nightly: setup
 	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) JOB_SHUFFLES=$(JOB_SHUFFLES) \
 		$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
 
-# Both of these in one run, which collects and imports once: what CI takes
+# Both of these in one run, which collects and imports once, with all architectures against their forward and a sample of
+# what else runs with every family: what CI takes
 test-long: setup
 	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) JOB_SHUFFLES=$(JOB_SHUFFLES) \
 		$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "nightly or matrix"

@@ -222,6 +222,7 @@ def test_whole_numbers_are_no_weights_unless_they_are_quantised(folder: Path) ->
         read_model_files(folder)
 
 
+@pytest.mark.sampled(40)  # in CI; `make test-matrix` runs all
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sorted({*class_names(), *WHOLE} - NOT_DECODERS.keys() - UNWALKED.keys()))

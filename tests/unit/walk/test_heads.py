@@ -135,6 +135,7 @@ REFUSED = {
 BOTH = sorted((set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) & set(class_names())) - set(NOT_DECODERS))
 
 
+@pytest.mark.sampled(20)  # in CI; `make test-matrix` runs all
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", BOTH)

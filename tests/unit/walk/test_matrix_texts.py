@@ -14,6 +14,7 @@ from tests.unit.walk.tiny_multimodal import WHOLE
 WRITING = greedy(6)
 
 
+@pytest.mark.sampled(40)  # in CI; `make test-matrix` runs all
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sorted({*class_names(), *WHOLE} - set(NOT_DECODERS)))
