@@ -136,7 +136,8 @@ def _none_scored(counts: Counts) -> str:
     said = [_error_rows(counts)] if counts.errors else []
     said += [f"{counts.skipped:,} are left out for their length (--on-long skip)"] if counts.skipped else []
     said += [f"{counts.empty:,} have no text (--empty-text skip)"] if counts.empty else []
-    return "\n".join([f"no row was scored: {', '.join(said)}", *_first_failed(counts)])
+    # An error has three lines at most
+    return "\n".join([f"no row was scored: {', '.join(said)}", *_first_failed(counts)[:2]])
 
 
 _NAMED = 3  # error rows, in a message
