@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.core.scorer import Granularity
-from tests.jobs.jobs import read_report, score, write_parquet
+from tests.jobs.jobs import beside_answers, read_report, score, write_parquet
 from tests.jobs.models import save_model
 
 pytestmark = [
@@ -175,7 +175,7 @@ def test_two_actors_write_the_file_of_one_process_and_say_nothing(job: Path) -> 
     driver = Driver(job, "--quiet")
     assert driver.end()["exit_code"] == 3
     assert_same(job / "one.parquet")
-    counted, named = Path("stderr").read_text().splitlines()
+    counted, named = beside_answers(Path("stderr").read_text())
     assert "1 of 240 rows are errors" in counted
     assert named == "r5: null_prompt: the prompt is null"
     workers = read_report("out.run.json")["workers"]
