@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -514,6 +516,49 @@ cli.main()
     done = subprocess.run([*command, "--quiet"], check=True, capture_output=True, text=True)  # noqa: S603 - our own
     clock, processor = map(float, done.stdout.split())
     return clock - before, processor
+
+
+PLAIN = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+for text in ("Is it a refund? Answer:", "Was it a refund? Answer:"):
+    print(model(**tokenizer(text, return_tensors="pt")).logits[0, -1].softmax(-1).max())
+"""
+
+
+@app.command()
+def small(rounds: int = 5) -> None:
+    """Whole commands that do little, and a plain transformers script with the same model: processor seconds of the
+    process and its children, with the bytecode that Python keeps, and without any."""
+    model = str(Path("samples/models/tickets").resolve())
+    with TemporaryDirectory() as folder:
+        tickets, out = str(Path("samples/tickets.csv").resolve()), str(Path(folder, "o.parquet"))
+        data = ["-m", "prefillcli", "score", tickets, "-m", model, "--ask", "Refund?", "-o", out, "--overwrite"]
+        lines = {
+            "prefill --help": ["-m", "prefillcli", "--help"],
+            "prefill score --help": ["-m", "prefillcli", "score", "--help"],
+            "an option that is wrong": [*data, "--labels", "Yes,No"],
+            "a column that is not there": [*data, "--prompt-column", "body"],
+            "two rows": [*data, "--limit", "2"],
+            "two rows in a plain script": ["-c", PLAIN, model],
+        }
+        table = Table("", "bytecode kept", "no bytecode")
+        for name, line in lines.items():
+            kept = {"PYTHONPYCACHEPREFIX": str(Path(folder, "kept")), "PYTHONDONTWRITEBYTECODE": ""}
+            compiled = {"PYTHONPYCACHEPREFIX": str(Path(folder, "none")), "PYTHONDONTWRITEBYTECODE": "1"}
+            _processor_seconds(line, folder, kept)
+            found = [[_processor_seconds(line, folder, each) for each in (kept, compiled)] for _ in range(rounds)]
+            table.add_row(name, *(str(Spread.of(list(each))) for each in zip(*found, strict=True)))
+    Console().print(table)
+
+
+def _processor_seconds(line: Sequence[str], folder: str, environment: Mapping[str, str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, *line]
+    subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True)  # noqa: S603 - our own
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 @app.command()
