@@ -151,10 +151,8 @@ class AnswerNumbers:
 # Right answers and the rows that they are of.
 
 
-RIGHT, REVIEW = (
-    "right",
-    "review",
-)  # of a review file: the end of the name of columns for right answers; its last column
+# Of a review file: how the names of its columns for right answers end, and its last column.
+RIGHT, REVIEW = "right", "review"
 
 
 @dataclass(frozen=True, slots=True)
