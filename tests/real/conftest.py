@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers.utils import logging as transformers_logging
 
 from recipes.real_model import GEMMA, QWEN, at_hand, gguf_file, has_room
@@ -46,7 +47,11 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def reference() -> GgufReference:
     transformers_logging.disable_progress_bar()
-    return GgufReference(gguf_file(FOLDER))
+    reference = GgufReference(gguf_file(FOLDER))
+    # transformers reads every byte-level GGUF tokenizer as GPT-2's; SmolLM2's published tokenizer.json cuts digits first
+    digits, letters = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+    reference.tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, letters])
+    return reference
 
 
 @pytest.fixture(scope="session")
