@@ -74,7 +74,6 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
     "options": ('late,"early, or not"', ONE),
     "levels": ("1,2,3", ONE),
     "orders": (2, ONE | {"options": "a,b"}),
-    "questions_as": ("rows", {"questions": "q.yaml"}),
     "rationale_template": ("{{ label }} since", WRITES),
     "rationale_temperature": (0.5, WRITES | {"speculation": "off"}),
     "rationale_seed": (1, WRITES | {"rationale_temperature": 0.5, "speculation": "off"}),

@@ -56,7 +56,6 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "RETRIEVAL": ({"rationale": "9", "speculation": "retrieval"}, {"speculation": "lookup"}),
     "SHOWN_TEXT": ({"evidence": "true"}, {"evidence": "false"}),
     "ASKED_TYPED": ({"questions": "q.yaml"}, {"questions": None}),
-    "QUESTIONS": ({"questions": "q.yaml"}, {"questions": None}),
     "TARGET": ({"target_column": "t"}, {"target_column": None}),
     "TRUTH": ({"truth": "answer"}, {"truth": None}),
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),

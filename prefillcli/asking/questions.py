@@ -27,7 +27,7 @@ from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.output.answers import AnswerColumns, described
 from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
-from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS
+from prefillcli.rows.output.target import ANSWERS
 from prefillcli.rows.records import DEFAULT_COLUMN, Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ class QuestionAsking(Asking):
         values.pop("questions")
         heat = self.settings.temperature
         answers = [AnswerColumns(own.name, own.type, own.labels, own.values, heat) for own in self.file.schemas]
-        found = {"questions": self.file.digest, ANSWERS: described(answers)}
-        return found | ({QUESTION_ROWS: "yes"} if self.settings.questions_as == "rows" else {})
+        return {"questions": self.file.digest, ANSWERS: described(answers)}
 
 
 class QuestionLabels(Labels):

@@ -50,7 +50,6 @@ class ChoiceOptions(Settings):
     )  # fmt: skip
 
 
-QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", "name their file with --questions")
 ASKED_TYPED = Requirement(
     lambda s: s.questions is not None or getattr(s, "format", None) is not None,
     "needs --questions or --format",
@@ -119,16 +118,6 @@ class AskOptions(Settings):
         elif isinstance(asked, str) and asked.lstrip().startswith("{") and "\n" not in asked:
             asked = f"{asked}\n"  # a text, and no path; settings that are validated again keep theirs
         return given if asked is None else {**given, "questions": asked}
-
-
-class QuestionOptions(AskOptions):
-    """The same, and where the answers go."""
-
-    questions_as: Literal["columns", "rows"] = option(
-        "columns",
-        "Give each question its own columns, or its own rows.",
-        ANSWERS, changes="columns", requires=QUESTIONS,
-    )  # fmt: skip
 
 
 TARGET = Requirement(

@@ -15,7 +15,6 @@ from prefillcli.options.asking import (
     ChoiceOptions,
     LikelihoodOptions,
     PairOptions,
-    QuestionOptions,
     ValueOptions,
 )
 from prefillcli.options.combinations import refuse_combinations
@@ -104,7 +103,7 @@ class ScoreSettings(
     ValueOptions,
     EvidenceOptions,
     ChoiceOptions,
-    QuestionOptions,
+    AskOptions,
     LikelihoodOptions,
     EndingOptions,
     WorkerOptions,

@@ -84,7 +84,6 @@ class Parts:
             "label_scores": self.exits or settings.label_norm != "none",
             "openai": getattr(settings, "format", None),
             "ordered": getattr(settings, "label_values", ()),
-            "question_rows": getattr(settings, "questions_as", "columns") == "rows",
             "rationales": getattr(settings, "rationale", 0),
             "review": self.review,
             "token_logprobs": getattr(settings, "token_logprobs", False),

@@ -30,7 +30,7 @@ from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.store import write_sealed
-from prefillcli.rows.output.target import QUESTION_ROWS, Job, Manifest, Target
+from prefillcli.rows.output.target import Job, Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
@@ -120,8 +120,6 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
 def _asked(job: Job, settings: CalibrateSettings, source: Source) -> AnswerColumns | None:
     # The columns of the question that the settings name, or of the only one; None for a job of labels.
     path, names = settings.scores, [each.name for each in job.answers]
-    if QUESTION_ROWS in job.fingerprint:
-        raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
     first, equals, _ = (settings.truth or "").partition("=")  # --truth tone=right_tone
     asked = settings.question or (names[0] if len(names) == 1 else first.strip() if equals else "")
     if names and asked not in names:

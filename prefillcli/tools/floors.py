@@ -137,8 +137,6 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
     known = {} if job is None else {each.name: each for each in job.answers}
     asked = {name: known.get(name, own) for name, own in AnswerColumns.found_in(source.available).items()}
     if not asked:
-        if {"question", "labels", "score"} <= set(source.available):
-            raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
         raise UsageError(f"{path}: not an output of prefill score with the probabilities of answers")
     if settings.question and settings.question not in asked:
         raise no_question(path, settings.question, asked)

@@ -154,16 +154,6 @@ def test_a_calibrated_answer_depends_on_no_other_question(model: Path) -> None:
             assert found(row, question.name) == pytest.approx(found(alone, question.name), abs=1e-6)
 
 
-def test_a_row_for_each_question_has_its_calibrated_probabilities(model: Path) -> None:
-    flags = {"questions": "q.json", "calibrate_with": FREE, "model": model}
-    assert score(asked(REFUND, TOPIC), **flags)["exit_code"] == 0
-    assert score(asked(REFUND, TOPIC), "rows.jsonl", questions_as="rows", **flags)["exit_code"] == 0
-    rows = iter(read_output("rows.jsonl"))
-    for row in read_output("out.parquet"):
-        for question in (REFUND, TOPIC):
-            assert next(rows)["calibrated"] == pytest.approx(found(row, question.name), abs=1e-12)
-
-
 def test_a_killed_job_goes_on_with_the_same_probabilities(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
     source = asked(REFUND, TOPIC, rows=40)

@@ -253,9 +253,6 @@ def test_a_calibration_is_for_its_question_and_for_these_questions(
     assert "it has the answers to fox, tone, genre, rating\nname one of these" in capsys.readouterr().err
     assert fit("s.parquet", truth="is_fox", question="fix")["exit_code"] == 2
     assert "name one of these questions" in capsys.readouterr().err
-    assert score(source, "rows.parquet", questions_as="rows", **flags)["exit_code"] == 0
-    assert fit("rows.parquet", truth="is_fox", question="fox")["exit_code"] == 2
-    assert "it has a row for each question\nscore with --questions-as columns" in capsys.readouterr().err
     assert fit("s.parquet", truth="is_fox", question="fox")["exit_code"] == 0
     capsys.readouterr()
     alone = {"model": model, "template": "{{ text }}", "calibration": "calibration.json"}

@@ -358,14 +358,12 @@ def test_a_job_names_the_column_to_ask_about_where_none_is_usual(model: Path) ->
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
-@pytest.mark.parametrize("as_rows", [False, True])
-def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str, as_rows: bool) -> None:
+def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str) -> None:
     write_parquet(
         "in.parquet", text=TEXTS * 4, late=["Yes", "No", "Yes"] * 4, kind=["device", "delivery", "device"] * 4
     )
     Path("q.json").write_text(json.dumps({"questions": [own.to_json() for own in (REFUND, TOPIC, ANGER)]}))
     flags: dict[str, Any] = {"model": model, "questions": "q.json", "truth": "refund=late,topic=kind"}
-    flags |= {"questions_as": "rows"} if as_rows else {}
     found = []
     for output in ("one.parquet", f"other.{ending}"):
         assert score(Path("in.parquet"), output, **flags)["exit_code"] == 0

@@ -1,8 +1,7 @@
 """The columns with the answers to one of several questions, read back as what a job of labels has.
 
 A predicate has the column `NAME`, its probability. A choice has `NAME`, the chosen value, and a score `NAME`, the
-expected number of its level; both have `NAME.probabilities`, by the names of their answers, and `NAME.confidence`. In
-an output with a row for each question, every kind has a list of `probabilities`.
+expected number of its level; both have `NAME.probabilities`, by the names of their answers, and `NAME.confidence`.
 """
 
 from __future__ import annotations
@@ -72,12 +71,6 @@ class AnswerColumns:
         """Return the column of an output that has this meaning; without a name the answer itself."""
         return f"{self.name}.{name}" if name else self.name
 
-    def row_column(self, meaning: str) -> str:
-        """Return the column that has this meaning where each question has a row of its own."""
-        if not meaning:
-            return "answer" if self.type == "choice" else "value"
-        return self.source(meaning) or PROBABILITIES
-
     def source(self, meaning: str) -> str:
         """Return the part of the column's name that holds what a job of labels calls `meaning`, as `logprob_Yes`."""
         if meaning.partition("_")[0] == "probability":
@@ -119,7 +112,7 @@ class AnswerColumns:
             if isinstance(row, dict):
                 found[at] = [row[label] for label in self.labels]
             elif row is not None:
-                found[at] = row if isinstance(row, list) else (row, 1 - row)
+                found[at] = (row, 1 - row)
         return found
 
     def log_shares(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

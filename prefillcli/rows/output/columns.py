@@ -58,8 +58,8 @@ _LONGEST = 200  # characters of an id or a detail
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
 # contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
-# whether the order of two values decided, each label's score where log-probabilities do not determine it, those of an
-# output with a row for each question, the answers in doubt, and those of an OpenAI batch output, which has no others.
+# whether the order of two values decided, each label's score where log-probabilities do not determine it, the answers
+# in doubt, and those of an OpenAI batch output, which has no others.
 Group = Literal[
     "audit",
     "calibrated",
@@ -71,7 +71,6 @@ Group = Literal[
     "ordered",
     "orders",
     "label_scores",
-    "question_rows",
     "review",
     "openai",
 ]
@@ -627,22 +626,6 @@ def _scale(own: OutputSchema) -> dict[str, str]:
 
 
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
-# The answer to a question in a row of its own.
-QUESTION_ROW = tuple(
-    pa.field(name, kind)
-    for name, kind in {
-        "question": pa.string(),
-        "type": pa.string(),
-        "labels": pa.list_(pa.string()),
-        "answer": pa.string(),
-        "value": pa.float64(),
-        PROBABILITIES: pa.list_(pa.float64()),
-        "confidence": pa.float64(),
-    }.items()
-)
-CALIBRATED_ROW = pa.field(CALIBRATED, pa.list_(pa.float64()))
-
-
 _TYPES = {
     frozenset("b"): pa.bool_(),
     frozenset("i"): pa.int64(),
@@ -738,7 +721,7 @@ class OutputSchema:
         right answers."""
         row = [ROW_COLUMN] if self.id_name is None else []
         told = (f"{prefix}{name}" for own in self.questions for prefix in ("", f"{own.name}.") for name in _TOLD)
-        taken = [*row, *self.results.names, *self._written.names, ROW, *told]
+        taken = [*row, *self.results.names, ROW, *told]
         for name in self.carried.names:
             if name in taken:
                 options = dict.fromkeys((self.truth, *truths), "--truth") | {self.id_name: "--id-column"}
@@ -766,14 +749,12 @@ class OutputSchema:
             carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
         else:
             carried.sort(key=lambda each: each.name != self.id_name)
-        return pa.schema([*carried, *self._written])
+        return pa.schema([*carried, *self.results])
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Return rows of parts as rows of the output, whose `arrow` schema is given."""
         if "openai" in self.groups:
             return batches.lines_of(rows, ROW, self.id_name or ROW, self.served).cast(schema)
-        if "question_rows" in self.groups:
-            rows = self._by_question(rows)
         columns = []
         for own in schema:
             column = rows[ROW if own.name == ROW_COLUMN and self.id_name is None else own.name]
@@ -816,57 +797,6 @@ class OutputSchema:
             for column in self.columns
             for name in column.names(self.labels)
         )
-
-    @property
-    def _shared(self) -> list[Column]:
-        # The columns beside the answer itself that questions have, each for its own rows.
-        own = {column for each in self.questions for column in each.columns if column.part == "answer"}
-        return [column for column in COLUMNS if column in own]
-
-    @property
-    def _written(self) -> pa.Schema:
-        # Names and types of all columns that scoring adds to the finished output.
-        if "question_rows" not in self.groups:
-            return self.results
-        fields = [*QUESTION_ROW, *([CALIBRATED_ROW] if "calibrated" in self.groups else [])]
-        rest = [pa.field(column.name, column.type) for column in self.columns if column.part == "row"]
-        return pa.schema([*fields, *(pa.field(each.name, each.type) for each in self._shared), *rest])
-
-    def _by_question(self, rows: pa.Table) -> pa.Table:
-        # Rows of parts with a row for each question. Numbers about all questions are in the first alone, so that they
-        # still add up.
-        count, found = len(rows), []
-        rest = [column for column in self.columns if column.part == "row"]
-        for number, (own, answers) in enumerate(zip(self.questions, self.answers, strict=True)):
-            columns = {name: rows[name] for name in (ROW, *self.carried.names)}
-            shares = answers.shares(rows[answers.column(answers.source("score"))].to_pylist())
-            known = ~np.isnan(shares[:, 0])
-            chosen = rows[own.name]
-            columns |= {
-                "question": pa.array([own.name] * count, pa.string()),
-                "type": pa.array([own.type] * count, pa.string()),
-                "labels": pa.array([own.labels] * count, pa.list_(pa.string())),
-                "answer": answers.values_of("prediction", rows[answers.column(answers.source("prediction"))]),
-                "value": pa.nulls(count, pa.float64()) if own.type == "choice" else chosen,
-                PROBABILITIES: pa.array(shares.tolist(), pa.list_(pa.float64()), mask=~known),
-                "confidence": pa.nulls(count, pa.float64())
-                if own.type == "predicate"
-                else rows[f"{own.name}.confidence"],
-            }
-            if "calibrated" in self.groups:
-                columns[CALIBRATED] = pa.nulls(count, pa.list_(pa.float64()))
-                if "calibrated" in own.groups:
-                    listed = answers.shares(rows[f"{own.name}.{CALIBRATED}"].to_pylist())
-                    columns[CALIBRATED] = pa.array(listed.tolist(), pa.list_(pa.float64()), mask=~known)
-            for column in self._shared:
-                has = column in own.columns
-                columns[column.name] = rows[f"{own.name}.{column.name}"] if has else pa.nulls(count, column.type)
-            for column in rest:
-                adds_up = number and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
-                columns[column.name] = pa.nulls(count, column.type) if adds_up else rows[column.name]
-            found.append(pa.table(columns))
-        order = np.arange(count * len(found)).reshape(len(found), count).T.ravel()
-        return pa.concat_tables(found).take(pa.array(order))
 
     @property
     def conditional(self) -> pa.Schema:

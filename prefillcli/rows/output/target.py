@@ -16,7 +16,6 @@ from functools import cached_property
 from itertools import islice
 from typing import IO, Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
@@ -45,9 +44,8 @@ NAME = "manifest.json"
 SCHEMA_VERSION = 2
 # The part of a fingerprint that names the meaning of the labels' numbers, where they are not shares.
 MEASURE = "measure"
-# The parts of a fingerprint that describe the answers to several questions, and mark an output with a row for each.
+# The part of a fingerprint that describes the answers to several questions.
 ANSWERS = "answers"
-QUESTION_ROWS = "question_rows"
 # The part of a fingerprint that marks an output with the lines of an OpenAI batch output.
 BATCH_FORMAT = "batch_format"
 
@@ -336,47 +334,31 @@ class Target:
 
 
 def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: Job | None) -> Iterator[pa.Table]:
-    """Yield these columns of a file of an output, piece by piece, with a row for each row of the input.
-
-    Where this job wrote a row for each question, the answers are found under the names of an output with columns for
-    them, and other columns are those of the first question. Raises as `FileFormat`'s reading.
-    """
+    """Yield these columns of a file of this job's output, piece by piece. Raises as `FileFormat`'s reading."""
     if job is not None and BATCH_FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
         yield from (batches.rows_of(lines, names, job.id_name or ROW_COLUMN) for lines in form.objects(file))
         return
     if job is None or not (answers := job.answers):
         yield from form.read(file, names)
         return
-    by_row = QUESTION_ROWS in job.fingerprint
-    places = [_place(name, answers, by_row=by_row) for name in names]
-    apart = len(answers) if by_row else 1
-    rest = None
+    places = [_place(name, answers) for name in names]
     for table in form.read(file, list(dict.fromkeys(column for _, _, column in places))):
-        table = table if rest is None else pa.concat_tables([rest, table])
-        whole = len(table) - len(table) % apart
-        rest, columns = table.slice(whole), {}
-        each = (
-            [table.take(pa.array(np.arange(number, whole, apart))) for number in range(apart)] if by_row else [table]
-        )
-        for name, (number, meaning, column) in zip(names, places, strict=True) if whole else ():
-            read = each[number if by_row else 0]
-            if column not in read.column_names:
+        columns = {}
+        for name, (number, meaning, column) in zip(names, places, strict=True):
+            if column not in table.column_names:
                 continue
-            found = read[column]
+            found = table[column]
             if meaning is not None:
                 own = answers[number]
                 found = own.values_of(meaning, _with_type(found, own, meaning, column, json_text=form.json_text))
             columns[name] = found
-        if whole:
-            yield pa.table(columns)
-    if rest is not None and len(rest):
-        raise ValueError(f"its rows are not {apart} for each row of the input")
+        yield pa.table(columns)
 
 
 _TYPED = ("", PROBABILITIES, CALIBRATED, "confidence")
 
 
-def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tuple[int, str | None, str]:
+def _place(name: str, answers: Sequence[AnswerColumns]) -> tuple[int, str | None, str]:
     # Where an output has what a job of labels calls `name`: number of the question, meaning of its column, and column.
     # Without a meaning it is no answer. The score and the prediction of a row are those of the first question.
     full = f"{answers[0].name}.{name}" if name in ("score", "prediction") else name
@@ -386,7 +368,7 @@ def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tupl
     if number is None or not (meaning in _TYPED or meaning in COLUMN_TYPES or of_label):
         return 0, None, name
     own = answers[number]
-    return number, meaning, own.row_column(meaning) if by_row else own.column(own.source(meaning))
+    return number, meaning, own.column(own.source(meaning))
 
 
 def _with_type(

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.rows.output.answers import AnswerColumns, answers_of, described
-from prefillcli.rows.output.columns import Groups, OutputSchema
-from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS, Target
+from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.target import ANSWERS, Target
 from prefillcli.rows.records import ScoredRow, joined_row
 from prefillcli.stats.evaluation import label_probabilities
 from tests.unit.rows.outputs import FINGERPRINT, make_window, open_sink, read
@@ -42,7 +42,7 @@ def answers(temperature: float = 1.0) -> list[AnswerColumns]:
 class Written:
     """An output with these answers; the third question is not asked about the second row, and one row is wrong."""
 
-    def __init__(self, output: str, logprobs: list[Any], temperature: float, *, by_row: bool) -> None:
+    def __init__(self, output: str, logprobs: list[Any], temperature: float) -> None:
         self.output, count = output, len(logprobs)
         asked = [QUESTIONS[0], QUESTIONS[1], self.some(), QUESTIONS[3]]
         rows = [
@@ -50,12 +50,10 @@ class Written:
             for row, each in enumerate(logprobs)
         ]
         fingerprint = FINGERPRINT | {ANSWERS: described(answers(temperature))}
-        fingerprint |= {QUESTION_ROWS: "yes"} if by_row else {}
         with open_sink(
             output,
             labels=QUESTIONS[0].labels,
             questions=tuple(asked),
-            groups=Groups(["question_rows"] if by_row else []),
             fingerprint=fingerprint,
         ) as sink:
             sink.write(make_window(0, list(range(count + 1)), bad=(count,)), rows, {}, temperature=temperature)
@@ -79,21 +77,15 @@ def assert_near(found: Any, wanted: Any) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     logprobs=ASKED, temperature=st.sampled_from([0.5, 1.0, 3.0]), form=st.sampled_from(["parquet", "jsonl"]),
-    by_row=st.booleans(),
 )  # fmt: skip
-def test_what_is_read_back_is_what_was_answered(
-    logprobs: list[Any], temperature: float, form: str, by_row: bool
-) -> None:
+def test_what_is_read_back_is_what_was_answered(logprobs: list[Any], temperature: float, form: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        written = Written(f"{folder}/o.{form}", logprobs, temperature, by_row=by_row)
+        written = Written(f"{folder}/o.{form}", logprobs, temperature)
         rows = read(written.output)
         target = Target.parse(written.output)
         for number, (own, columns) in enumerate(zip(QUESTIONS, answers(temperature), strict=True)):
             wanted = [each[number] for each in written.shares]
-            if by_row:
-                told = [row["probabilities"] for row in rows[number :: len(QUESTIONS)]]
-            else:
-                told = [row[columns.column(columns.source("score"))] for row in rows]
+            told = [row[columns.column(columns.source("score"))] for row in rows]
             for values in (told, [None if value is None else json.dumps(value) for value in told]):
                 shares = columns.shares(values).tolist()
                 assert_near([None if np.isnan(each).any() else each for each in shares], wanted)
@@ -128,7 +120,7 @@ def test_what_is_read_back_is_what_was_answered(
 def test_columns_have_the_types_of_their_answers(tmp_path: Path, form: str) -> None:
     logprobs = [[np.log([0.3, 0.1]), np.log([0.1, 0.2, 0.3]), np.log([0.1, 0.1, 0.2]), np.log([0.1, 0.4])]] * 2
     output = str(tmp_path / f"o.{form}")
-    Written(output, logprobs, 1.0, by_row=False)
+    Written(output, logprobs, 1.0)
     row, second, wrong = read(output)
     assert row["fox"] == pytest.approx(0.75)
     assert row["tone"] == "é.f"
