@@ -316,7 +316,7 @@ bench-harness: setup-vllm
 
 # The table of docs/architectures.md anew: minutes on one core
 architectures: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.prefill.matrix
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.unit.walk.matrix
 
 # The sample models anew
 samples: setup

@@ -23,6 +23,10 @@ def test_no_circle_has_more_than_four_files() -> None:
     assert max(map(len, circles())) <= 4, circles()
 
 
+def test_no_module_imports_itself() -> None:
+    assert [module for module, path in MODULES.items() if module in imported(path)] == []
+
+
 def test_every_method_of_a_role_has_several_implementers() -> None:
     import prefillcli.scoring.compose  # noqa: F401 - which imports all parts
 

@@ -212,14 +212,9 @@ def test_the_commands_of_a_page_are_taken_and_their_prompts_are_those_that_it_sh
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_named_files_exist(page: Path) -> None:
-    text = page.read_text()
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
-    folders = {path.parent.name for path in (ROOT / "prefillcli").glob("*/__init__.py")}
-    folders |= {"prefillcli", "benchmarks", "tests", "recipes", "docs", "samples", "training"}
-    for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w/.]*)`", text):
-        assert (ROOT / name).exists() or (ROOT / "prefillcli" / name).exists(), name
 
 
 def test_every_error_code_and_report_key_is_documented() -> None:

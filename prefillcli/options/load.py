@@ -63,8 +63,6 @@ def load_settings(
     environment = {_PRESENT.get(name, name): value for name, value in environment.items()}
     recipe = recipe or environment.get(RECIPE_VARIABLE) or None
     if recipe is not None:
-        from prefillcli.options.load import read_recipe  # YAML takes a while to import
-
         for key, value in read_recipe(recipe).items():
             name = "inputs" if key == "input" else EARLIER.get(key, key)
             if name not in _known_options(kind):

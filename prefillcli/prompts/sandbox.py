@@ -4,7 +4,7 @@ Jinja's own sandbox closes the way to attributes and imports. It does not bound 
 `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call counts towards
 `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand. The limits count and
 read no clock: the same row fails on every machine or on none. Work that escapes them meets the limits of the process
-(`data/prompts/templates.py`).
+(`prompts/templates.py`).
 
 Chat templates have the environment in which `transformers.utils.chat_template_utils` compiles them. That module is not
 imported, because it takes torch along; tests compare both.
@@ -459,7 +459,7 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-# The process that renders templates; `data/prompts/templates.py` starts it and holds the other end of its pipes. It
+# The process that renders templates; `prompts/templates.py` starts it and holds the other end of its pipes. It
 # reads a template, then rows, each with its length before it, and answers every row at once. Rows come only from its
 # parent, so they may be pickled; answers are bytes.
 

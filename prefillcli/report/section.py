@@ -353,9 +353,6 @@ def settings_section(settings: Mapping[str, Any]) -> Section:
 # come from users' files.
 
 
-if TYPE_CHECKING:
-    from prefillcli.report.section import Part, Section
-
 #: A header, and the rows below it.
 TableRows = list[list[str]]
 

@@ -487,7 +487,7 @@ class _Together(NamedTuple):
 def attend_by_path(
     computed: Chunk | LastTokens, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """An `Attend` (`prefill/forest.py`): by the kernel where it takes these shapes, else by torch's operators."""
+    """An `Attend` (`walk/forest.py`): by the kernel where it takes these shapes, else by torch's operators."""
     kernel = forest_kernel() if takes(query, value, key.shape[1]) else None
     if kernel is not None:
         return attend_by_kernel(kernel, computed, query, key, value, scoring)
@@ -610,7 +610,7 @@ class _Reader:
 def read_in_pieces(
     call: ModuleCall, runs: Sequence[NodeRun], tree: Tree, states: PathStates[LinearAttentionLayer]
 ) -> None:
-    """A `ReadRuns` (`prefill/recurrent.py`): in pieces of `PIECE` tokens."""
+    """A `ReadRuns` (`walk/recurrent.py`): in pieces of `PIECE` tokens."""
     waiting, unfinished = list(runs), {run.node for run in runs}
     readers: list[_Reader] = []
     while waiting or readers:

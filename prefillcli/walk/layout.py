@@ -4,7 +4,7 @@ One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens 
 chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous, so "all of them
 to the ancestor" is one `Span`. The triangles are left: the `pieces` of nodes in the chunk.
 
-A token's depth is the number of tokens before it on its path. Windows count depths (`key_window`).
+A token's depth is the number of tokens before it on its path. Windows count depths (`KeyWindow`).
 """
 
 from __future__ import annotations

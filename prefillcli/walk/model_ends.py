@@ -198,7 +198,7 @@ class Injection:
 #
 # Transformers looks at the largest position of a call, and encodes all positions of the call by it. A chunk holds
 # tokens of several prompts, and a long prompt spreads over chunks. So the positions of long prompts are marked
-# (`plan.long_positions`), and a model's rotary module is called for marked ones with one more position after them,
+# (`plan.marked_positions`), and a model's rotary module is called for marked ones with one more position after them,
 # at which the encodings change.
 
 
