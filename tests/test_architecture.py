@@ -120,7 +120,6 @@ def test_every_option_says_what_it_changes(command: str) -> None:
 
 def test_the_digests_name_only_options_that_make_the_job() -> None:
     named = [*(name for names in identity.STANDS_FOR.values() for name in names)]
-    named += identity.SETTINGS_ORDER
     assert len(named) == len(set(named))
     assert set(named) <= set(ScoreSettings.changing("scores", "columns", "rows"))
 

@@ -105,7 +105,7 @@ def test_commands_that_only_look_have_a_page_with_their_options_and_keys(command
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known = set().union(*map(options_of, COMMANDS)) | {"--help", "--help-all", "--version"}
-    known |= {"--install-completion", "--show-completion", "--batch-format"}  # an earlier name
+    known |= {"--install-completion", "--show-completion"}
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale", "--size", "--real", "--skip"}  # of benchmarks
     known |= {"--jobs", "--large"}  # of python -m benchmarks.chains and benchmarks.packed
     known |= {"--document", "--documents", "--questions"}  # of python -m benchmarks.details

@@ -26,7 +26,7 @@ from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import BATCH_FORMAT
+from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, brief_json, encode_json
 from prefillcli.stats.evaluation import Measure
 
@@ -148,7 +148,7 @@ class BatchAsking(LabelAsking):
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         found = values.pop("format")
-        return {BATCH_FORMAT: found} if found else {}
+        return {FORMAT: found} if found else {}
 
 
 def _scores_pairs(opened: Opened) -> bool:

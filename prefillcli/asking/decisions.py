@@ -23,7 +23,7 @@ from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Quest
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import BATCH_FORMAT
+from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window, brief_json
 from prefillcli.stats.evaluation import Measure
 
@@ -88,7 +88,7 @@ class DecisionAsking(Asking):
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
-        return {BATCH_FORMAT: "decisions"}
+        return {FORMAT: "decisions"}
 
 
 def _asked(request: DecisionRequest, orders: int) -> Iterator[tuple[Question, Order]]:

@@ -179,7 +179,7 @@ class BatchOptions(BatchInput):
         None,
         "Answer the requests of the input, a batch file or bodies with typed questions, in the form of this API, to a "
         ".jsonl file. Typed questions are always answered so.",
-        FILES, changes="columns", short="--batch-format", metavar="openai|systemone",
+        FILES, changes="columns", metavar="openai|systemone",
     )  # fmt: skip
 
     def check(self) -> None:

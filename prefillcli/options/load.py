@@ -34,9 +34,6 @@ _PLACES = {
 _MOST_REASON = 400  # characters, of why a value is refused
 ENVIRONMENT_PREFIX = "PREFILL_"
 RECIPE_VARIABLE = ENVIRONMENT_PREFIX + "RECIPE"
-# The present names of options, and of their variables, by earlier ones.
-EARLIER = {"batch_format": "format"}
-_PRESENT = {ENVIRONMENT_PREFIX + old.upper(): ENVIRONMENT_PREFIX + new.upper() for old, new in EARLIER.items()}
 # Kubernetes sets these in every container when the name of a service begins with `prefill`.
 _KUBERNETES_VARIABLE = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$"
@@ -59,12 +56,10 @@ def load_settings(
     for a wrong value, and for an unknown name with the nearest known one.
     """
     given = _Merged()
-    flags = {EARLIER.get(name, name): value for name, value in flags.items()}
-    environment = {_PRESENT.get(name, name): value for name, value in environment.items()}
     recipe = recipe or environment.get(RECIPE_VARIABLE) or None
     if recipe is not None:
         for key, value in read_recipe(recipe).items():
-            name = "inputs" if key == "input" else EARLIER.get(key, key)
+            name = "inputs" if key == "input" else key
             if name not in _known_options(kind):
                 raise UsageError(f"{recipe}: unknown key {_shown(key)}{did_you_mean(key, _known_options(kind))}")
             given.set(name, value, f"{recipe}: {key}", "recipe")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -268,10 +268,7 @@ def require(found: dict[str, list[Requirement]], names: Iterable[str], required:
         found[name] = [required, *found.get(name, ())]
 
 
-def changed(kind: type[Settings], values: Mapping[str, Any], without: Collection[str] = ()) -> list[list[Any]]:
-    """Return the names and values of the options of a command that are not at their default, `without` these."""
-    return [
-        [name, value]
-        for name, value in values.items()
-        if name not in without and value != kind.model_fields[name].default
-    ]
+def changed(kind: type[Settings], values: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the names and values of the options of a command that are not at their default, by name. So a job which
+    does not use a new option is still the one that a version without it began."""
+    return [[name, values[name]] for name in sorted(values) if values[name] != kind.model_fields[name].default]

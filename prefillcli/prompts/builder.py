@@ -319,18 +319,15 @@ class PromptBuilder:
         settings = self.settings
         parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
-        further = [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
-        further.append(settings.empty_text if settings.empty_text == "skip" else None)
-        further.append(self._instructions.text if self._instructions else None)
-        text = json.dumps([*parts, *filter(None, further)])
-        return hashlib.sha256(text.encode()).hexdigest()
+        parts += [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
+        parts += [settings.empty_text, self._instructions.text if self._instructions else None]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _chat_identity(self) -> list[Any]:
-        # What makes chats other ones than the chat template by itself; nothing where nothing does.
+        # What makes chats other ones than the chat template by itself.
         choices, way = self.settings.choices, self.way or Way()
         own = [choices.thinking == "on", dict(choices.options), choices.answer_prefix]
-        own += [dict(way.variables), dict(way.closings)]
-        return own if any(own) else []
+        return [*own, dict(way.variables), dict(way.closings)]
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
         """The prompts of a batch, ascending by row, and the errors of all its other rows.

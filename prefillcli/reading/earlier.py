@@ -95,7 +95,7 @@ def find_output(path: str, own: str | None = None, *, option: str = "--output") 
         found = FoundOutput(target, published, before["digests"], own)
         return found if not target.damage(published) else "it is being replaced"
     if manifest.digests is None:
-        return "an earlier version of prefill wrote it, without digests of its rows"
+        return "its work folder was lost, and with it the digests of its rows"
     return FoundOutput(target, target.stored(manifest.job, manifest.files), manifest.digests, own)
 
 

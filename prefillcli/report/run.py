@@ -59,7 +59,7 @@ from prefillcli.report.verdict import (
 from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.columns import LENGTH_EDGES, SCORE_BINS, AnswerTally, Counts
 from prefillcli.rows.output.store import put_text
-from prefillcli.rows.output.target import BATCH_FORMAT
+from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
@@ -382,7 +382,7 @@ class RunReport(BaseModel):
     @property
     def asks_questions(self) -> bool:
         """Whether the score of a row is the first answer to a question, among any number of questions."""
-        return "questions" in self.fingerprint or self.fingerprint.get(BATCH_FORMAT) == "decisions"
+        return "questions" in self.fingerprint or self.fingerprint.get(FORMAT) == "decisions"
 
     def end(self, clock: Clock) -> None:
         """Take over the run's times, and add its peak memory and versions."""

@@ -51,10 +51,6 @@ STANDS_FOR = {
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
-SETTINGS_ORDER = ("temperature", "dtype", "id_column", "keep_columns", "partition")
-"""The options whose values are always in the part `settings`, in this order. All others are added where they are not
-at their default, so that a job which does not use a new option is still the one that an earlier version began."""
-
 
 class LocalModels:
     """The contents of the models' folders, taken before anything is read from them.
@@ -125,9 +121,7 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
         found |= each.identity(values)
     if settings.adapter:
         found["adapters"] = adapters.identity(settings, opened, values, models.of)
-    found["settings"] = hash_value(
-        [*(values[name] for name in SETTINGS_ORDER), *changed(ScoreSettings, values, SETTINGS_ORDER)]
-    )
+    found["settings"] = hash_value(changed(ScoreSettings, values))
     return found
 
 

@@ -19,7 +19,7 @@ from typesafe_sdk import SystemOneResponse
 from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
 from prefillcli.asking.requests import request_of
 from prefillcli.errors import UsageError
-from prefillcli.options.commands import BenchSettings, MergeSettings, ProfileSettings, ScoreSettings
+from prefillcli.options.commands import BenchSettings, MergeSettings, ProfileSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.merge import merge_job
@@ -386,14 +386,6 @@ def test_bare_rows_keep_their_ids_and_need_no_model(model: Path) -> None:
     assert body_of(found[0])["model"] == model.name
 
 
-def test_the_option_has_its_earlier_name_too() -> None:
-    Path("job.yaml").write_text("batch_format: openai")
-    given = {"inputs": ["in.jsonl"], "output": "out.jsonl"}
-    by_recipe = load_settings(ScoreSettings, given, recipe="job.yaml", environment={})
-    by_variable = load_settings(ScoreSettings, given, environment={"PREFILL_BATCH_FORMAT": "systemone"})
-    assert (by_recipe.format, by_variable.format) == ("openai", "systemone")
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -404,7 +396,7 @@ def test_the_option_has_its_earlier_name_too() -> None:
         ({"labels": "A,B"}, "--format cannot be combined with --labels"),
         ({"truth": "id"}, "--format cannot be combined with --truth"),
         ({"exit": True}, "--format cannot be combined with --exit"),
-        ({"batch_format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
+        ({"format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
         ({"evidence": True}, "--format cannot be combined with --evidence"),
         ({"draft": "self", "keep": 0.5, "audit": 5}, "--format cannot be combined with --audit"),
         ({"format": "openai", "calibrate_with": "N/A"}, "--format cannot be combined with --calibrate-with"),

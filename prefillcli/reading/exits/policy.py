@@ -660,8 +660,7 @@ def exit_profile_at(path: str) -> ExitProfile:
     profile = exit_profile_of(content, without_secrets(path))
     if not sealed:  # the bound on flips rests on it
         raise UsageError(
-            f"--exit-profile {without_secrets(path)}: it has no checksum: an older version of prefill or another "
-            f"program wrote it\n{AGAIN}"
+            f"--exit-profile {without_secrets(path)}: it has no checksum: another program wrote it\n{AGAIN}"
         )
     return profile
 

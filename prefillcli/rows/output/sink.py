@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
-from typing import IO, Any, Self, TypeGuard, get_args
+from typing import IO, Any, Self, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +34,7 @@ from prefillcli.errors import (
 from prefillcli.rows.filesystems import WORK_ENDING, split_path, writing
 from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard, parts, store
-from prefillcli.rows.output.columns import ROW, Counts, Group, OutputSchema, Probabilities, ResultRows, kinds_of
+from prefillcli.rows.output.columns import ROW, Counts, OutputSchema, Probabilities, ResultRows, kinds_of
 from prefillcli.rows.output.parts import PartIndex, PartInfo, RowDigests, WindowRows
 from prefillcli.rows.output.store import Heartbeat, LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.rows.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
@@ -710,32 +710,30 @@ _OF_QUESTION = ("name", "type", "labels", "values", "options")  # of its columns
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """Return an output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
-    plain |= {"audit": "audit" in schema.groups, **dict.fromkeys(sorted(schema.groups), True)}
-    plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
-    plain |= {"served": schema.served} if schema.served else {}
-    plain |= {"classes": True} if schema.classes else {}
-    if schema.questions:
-        plain["questions"] = [
+    plain |= {name: getattr(schema, name) for name in ("served", "classes")}
+    plain |= {"measure": schema.measure.value, "groups": sorted(schema.groups), "carried": _packed(schema.carried)}
+    return plain | {
+        "questions": [
             {name: getattr(own, name) for name in _OF_QUESTION} | {"groups": sorted(own.groups)}
             for own in schema.questions
         ]
-    return plain | {"carried": _packed(schema.carried)}
+    }
 
 
 def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """Return the columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything
     else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
-    rest["measure"] = Measure(content.get("measure", Measure.SHARES))
+    rest["measure"] = Measure(content["measure"])
     rest["questions"] = tuple(
         OutputSchema(
             **{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
             | {"groups": frozenset(own["groups"])}
         )
-        for own in content.get("questions", ())
+        for own in content["questions"]
     )
-    groups = frozenset(name for name in get_args(Group) if rest.pop(name, False))
-    return OutputSchema(**rest, groups=groups, json_text=json_text)
+    rest["groups"] = frozenset(content["groups"])
+    return OutputSchema(**rest, json_text=json_text)
 
 
 def of_partitions(partitions: Partitions) -> dict[str, Any]:

@@ -47,7 +47,7 @@ MEASURE = "measure"
 # The part of a fingerprint that describes the answers to several questions.
 ANSWERS = "answers"
 # The part of a fingerprint that marks an output with the lines of an OpenAI batch output.
-BATCH_FORMAT = "batch_format"
+FORMAT = "format"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Job:
     # The options `limit`, `sample` and `seed`, which choose the rows of the input.
     selection: dict[str, Any] = field(default_factory=dict)
     id_name: str | None = None  # the column with the ids; None where rows are identified by their number
-    asked: str = ""  # digest of the options that it was asked for with; empty if an earlier version began it
+    asked: str = ""  # digest of the options that it was asked for with
 
     @property
     def digest(self) -> str:
@@ -83,8 +83,7 @@ class Job:
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Job:
         """Return the job of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        asked = str(content.get("asked", ""))
-        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"], asked)
+        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"], content["asked"])
         if content["schema_version"] != SCHEMA_VERSION or content["digest"] != job.digest:
             raise ValueError("another version, or another digest")
         return job
@@ -132,7 +131,7 @@ class Manifest:
             return None
         except (OSError, ValueError, AttributeError, TypeError, KeyError):
             raise DamagedFileError("it cannot be read") from None
-        if right is False or (right is None and version == SCHEMA_VERSION):
+        if not right:
             raise DamagedFileError("it is not what was written")
         if version != SCHEMA_VERSION:
             raise OutputConflictError(
@@ -335,7 +334,7 @@ class Target:
 
 def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: Job | None) -> Iterator[pa.Table]:
     """Yield these columns of a file of this job's output, piece by piece. Raises as `FileFormat`'s reading."""
-    if job is not None and BATCH_FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
+    if job is not None and FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
         yield from (batches.rows_of(lines, names, job.id_name or ROW_COLUMN) for lines in form.objects(file))
         return
     if job is None or not (answers := job.answers):
