@@ -29,7 +29,7 @@ TEST_WORKERS ?= 2
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
+.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-changed test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
 	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
@@ -177,6 +177,11 @@ demo-real: setup-real
 # All tests but the long ones
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "not nightly and not matrix and not real"
+
+# The tests that files changed since a revision can reach, by what imports what: SINCE=HEAD~3. Without it, since the branch
+# left origin/main
+test-changed: setup
+	$(BIN)/python -m tests.changed "$(SINCE)" --quiet --numprocesses $(TEST_WORKERS) --dist worksteal
 
 # What needs no model, in under a minute: plans, statistics, reports, options, imports and docs
 test-fast: setup

@@ -20,19 +20,19 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 @cache
-def imported(path: Path) -> tuple[str, ...]:
-    """The modules that a file imports, wherever it does, for type checking too."""
-    return tuple(_imported(path))
+def imported(path: Path, modules: frozenset[str] = frozenset(MODULES)) -> tuple[str, ...]:
+    """The modules that a file imports, wherever it does, for type checking too: of these, or those of a name."""
+    return tuple(_imported(path, modules))
 
 
-def _imported(path: Path) -> Iterator[str]:
+def _imported(path: Path, modules: frozenset[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in MODULES else node.module
+                yield inner if inner in modules else node.module
 
 
 def circles() -> list[set[str]]:
