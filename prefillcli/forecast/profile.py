@@ -6,7 +6,6 @@ import bisect
 import json
 import os
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from prefillcli.rows.filesystems import MissingFileError, read_given
 from prefillcli.rows.proof import hash_model, sealed_text, take_checksum
 from prefillcli.runtime.cores import affinity, cpu_name
 from prefillcli.runtime.memory import total_memory
+from prefillcli.runtime.version import version_of
 
 MOST_ERROR = 0.25  # of a curve that may predict: the end of an eight-hour job is then known to within two hours
 SCHEMA_VERSION = 2
@@ -184,7 +184,7 @@ class Profile(BaseModel):
         """
         if model_hash != self.model:
             return f"it was made for another model ({self.model_name})"
-        kind, torch_now = str(device).partition(":")[0], version("torch")
+        kind, torch_now = str(device).partition(":")[0], version_of("torch")
         then = {"dtype": self.dtype, "device": self.device.partition(":")[0], "torch": self.versions.get("torch")}
         now = {"dtype": str(dtype).removeprefix("torch."), "device": kind, "torch": torch_now}
         if then == now:  # else the device may not be here

@@ -491,9 +491,8 @@ def versions() -> dict[str, str]:
     """Return the versions of the software that a score depends on."""
     import platform
     import sys
-    from importlib.metadata import version
 
-    from prefillcli.runtime.version import __version__
+    from prefillcli.runtime.version import __version__, version_of
 
     vllm, attention = sys.modules.get("vllm"), sys.modules.get("torch.nn.attention")
     flash: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
@@ -501,7 +500,7 @@ def versions() -> dict[str, str]:
     return {
         "prefillcli": __version__,
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: version_of(name) for name in packages},
         **({} if vllm is None else {"vllm": str(vllm.__version__)}),
         **({} if flash is None else {"flash attention": flash}),
     }
