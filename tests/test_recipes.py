@@ -112,7 +112,7 @@ def test_a_recipe_runs_from_the_root_and_finds_the_answers(
         assert report["tokens"]["computed"] < 0.2 * report["tokens"]["prompt"]  # histories are shared
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(

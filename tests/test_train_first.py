@@ -65,6 +65,7 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(teacher: PreTrainedMo
     assert float(torch.corrcoef(torch.stack([together[:, 0], wanted[:, 0]]))[0, 1]) > 0.99
 
 
+@pytest.mark.nightly
 def test_training_brings_a_cut_near_the_model(teacher: PreTrainedModel, lessons: list[Lesson]) -> None:
     course = Course(layers=2, epochs=4, rate=1e-3)
     small = cut_model(teacher, course.layers)

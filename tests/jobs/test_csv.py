@@ -259,6 +259,7 @@ def test_rows_come_through_a_pipe_and_scores_go_through_another(name: str, tmp_p
         assert found == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_file_may_be_the_other_end_of_a_pipe(tmp_path: Path) -> None:
     out, _ = pipe("in.csv", "-o", "-", "--limit", 2, "--report", "r.json").communicate(timeout=120)

@@ -190,6 +190,7 @@ def test_a_stopped_job_goes_on_with_the_same_exits(
     assert json.loads(learnt)["profile"] == {name: profile[name] for name in profile if name != "checksum"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -614,7 +615,7 @@ def assert_same_answers(rows: list[dict[str, Any]], others: list[dict[str, Any]]
             assert row[name] == (pytest.approx(other[name], abs=1e-5) if name != "dog" else other[name])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [{"workers": 2}, {"schedule": "srjf", "pack_tokens": 400, "chunk_tokens": 64}])
 def test_how_several_questions_are_computed_changes_no_exit(
     several: Path, data: Path, deep_model: Path, flags: dict[str, Any]

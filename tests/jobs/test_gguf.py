@@ -112,6 +112,7 @@ EXPERTS35 = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_spec("transformers.integrations.gguf") is None, reason="an older transformers")
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])

@@ -134,6 +134,7 @@ follow_imports = silent
 """
 
 
+@pytest.mark.nightly
 def test_a_users_script_is_checked_by_mypy(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)

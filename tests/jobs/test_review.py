@@ -105,6 +105,7 @@ def test_each_question_has_its_floor(model: Path, given: str) -> None:
     assert asked == [row["review"] for row in rows if row["review"]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize(("output", "file"), [("out.parquet", "look.jsonl"), ("out/", "look.parquet"),
                                               ("out.jsonl", "look.parquet"), ("out.jsonl", "look.jsonl")])  # fmt: skip

@@ -224,6 +224,7 @@ def test_longer_labels_have_the_scores_of_lm_evaluation_harness(
         assert row["prediction"] == names[int(shares.argmax())]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("prompt", "engine"),
     [

@@ -357,6 +357,7 @@ def test_a_job_names_the_column_to_ask_about_where_none_is_usual(model: Path) ->
     assert [row["answer"] for row in one] == [row["answer"] for row in read_output("other.parquet")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
 def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str) -> None:
     write_parquet(

@@ -58,6 +58,7 @@ def values(path: str = "out.parquet", start: str = "value_") -> np.ndarray:
     return np.array([[row[name] for name in row if name.startswith(start)] for row in found])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by transformers' DeBERTa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_of_texts_and_pairs_are_those_of_each_alone(family: str, folder: Path, rows: Path) -> None:

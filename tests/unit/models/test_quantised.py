@@ -188,7 +188,7 @@ def assert_same_layers(files: ModelFiles) -> None:
         assert torch.equal(logits, torch.cat([each for pack in packs for each in walk.read_logits(pack)]))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in PACKED])
 def test_layers_that_are_unpacked_in_their_turn_have_the_same_bits(kind: str, dtype: str, folder_of: Folders) -> None:

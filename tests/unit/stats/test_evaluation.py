@@ -229,6 +229,7 @@ def test_the_interval_of_the_area_holds_it(rows: int, shift: float) -> None:
     assert 0.93 <= share <= 0.98
 
 
+@pytest.mark.nightly
 def test_the_bootstrap_holds_average_precision_and_calibration_error() -> None:
     scores, truth = simulated(200_000, seed=0)
     whole, parts = evaluate(scores, truth), []

@@ -58,7 +58,7 @@ def flip_rates(policy: ExitPolicy | None, rows: CalibrationRows) -> list[float]:
     return [float(np.mean(label[truth == each] != each)) for each in range(rows.final.shape[1])]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("labels", "offset", "heavy"),
     [(2, 0.0, False), (2, 1.0, False), (2, 0.0, True), (3, 0.0, False)],
@@ -86,7 +86,7 @@ def test_more_than_allowed_flip_in_one_of_twenty_jobs_at_most(
         assert binomtest(int(each), RESAMPLINGS, 0.05, alternative="greater").pvalue > SURE
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("labels", "offset", "heavy"),
     [(2, 2.0, False), (2, 0.0, False), (2, 2.0, True), (3, 1.0, False)],
