@@ -37,7 +37,6 @@ from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.judging import (
     CalibrationRows,
     ExitCosts,
-    IntArray,
     calibrate_exits,
     calibration_rows,
     exit_costs,
@@ -45,10 +44,11 @@ from prefillcli.reading.exits.judging import (
     observed_layers,
     work_of,
 )
-from prefillcli.reading.exits.policy import ExitPolicy, Float64Array, Probe
+from prefillcli.reading.exits.policy import ExitPolicy, Probe
 from prefillcli.rows.records import BEFORE
 from prefillcli.scoring.opening import open_inputs
 from prefillcli.scoring.scorer import load_here, make_scorer
+from prefillcli.stats.arrays import Float64Array, Int64Array
 from recipes.real_model import FOLDER
 
 COMPARED = 300  # rows that both models read when the cost of the first one is measured
@@ -97,7 +97,7 @@ class Material:
             self.chains |= {"all of --first": tuple(paid), "all of --first, exits": (*paid, *inside)}
         self.costs = replace(exit_costs(config), first=paid)
 
-    def rows(self, chosen: IntArray, layers: Sequence[int]) -> CalibrationRows:
+    def rows(self, chosen: Int64Array, layers: Sequence[int]) -> CalibrationRows:
         """Rows that have their number for a reading after these layers."""
         number = Readings(chosen[:, None].astype(np.float32), self.final[chosen], self.final[chosen])
         return CalibrationRows(dict.fromkeys(layers, number), self.final[chosen], self.weights[chosen])
@@ -133,7 +133,7 @@ class Material:
             yield
 
 
-def decided_in_hindsight(found: judging.Candidate, truth: IntArray, most: float) -> float:
+def decided_in_hindsight(found: judging.Candidate, truth: Int64Array, most: float) -> float:
     """The share of the rows that leave at the lowest levels at which at most so many of each answer's rows flip."""
     levels = []
     for label in np.unique(truth):

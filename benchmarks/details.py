@@ -63,7 +63,9 @@ from prefillcli.report.section import mebibytes
 from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory
 from prefillcli.runtime.user_cache import load_compiled, share_openmp
-from prefillcli.stats.evaluation import Measure, auc, rows_for
+from prefillcli.stats.evaluation import auc
+from prefillcli.stats.flips import rows_for
+from prefillcli.stats.labels import Measure
 from prefillcli.tools.bench.contest import interleaved
 from prefillcli.walk import forest, fusion
 from prefillcli.walk.attention import ForestKernel, Shift, attend, attend_blockwise, attend_by_products

@@ -33,10 +33,11 @@ from prefillcli.reading.exits.judging import (
     exit_costs,
     observed_layers,
 )
-from prefillcli.rows.records import Int64Array, Prompt
+from prefillcli.rows.records import Prompt
 from prefillcli.scoring.opening import open_inputs
 from prefillcli.scoring.scorer import load_here, make_scorer
-from prefillcli.stats.evaluation import exact_interval
+from prefillcli.stats.arrays import Int64Array
+from prefillcli.stats.intervals import exact_interval
 
 
 def main(

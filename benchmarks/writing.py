@@ -43,9 +43,9 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prompts.templates import Beginnings
-from prefillcli.rows.records import Float64Array, Int32Array
 from prefillcli.scoring.loading import load_models
 from prefillcli.scoring.opening import open_inputs
+from prefillcli.stats.arrays import Float64Array, Int32Array
 from prefillcli.tools.bench.contest import interleaved, with_peak
 from prefillcli.tools.bench.material import make_needles
 from prefillcli.walk.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Writing

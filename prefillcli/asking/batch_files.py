@@ -28,7 +28,7 @@ from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK,
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, brief_json, encode_json
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

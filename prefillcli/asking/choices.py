@@ -15,7 +15,7 @@ from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end
 from prefillcli.prompts.questions import Choice, Label
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.records import brief_json, require_columns
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

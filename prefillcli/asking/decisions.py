@@ -25,7 +25,7 @@ from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window, brief_json
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

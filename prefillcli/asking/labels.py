@@ -13,7 +13,7 @@ from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_bui
 from prefillcli.prompts.labels import Labels, require_values
 from prefillcli.prompts.questions import typed
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from typing import Any

@@ -21,7 +21,7 @@ from prefillcli.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.prompts.thinking import AS_USUAL
 from prefillcli.rows.records import ErrorCode, RowBatch, RowError
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from prefillcli.models.open import Opened

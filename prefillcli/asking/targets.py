@@ -35,13 +35,13 @@ from prefillcli.rows.records import (
     DEFAULT_COLUMN,
     MAX_ROW_BYTES,
     ErrorCode,
-    Int32Array,
     Prompt,
     RowBatch,
     RowError,
     require_columns,
 )
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.arrays import Int32Array
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.scorer import ModelScorer
 from prefillcli.report.run import RunReport, Tokens
-from prefillcli.rows.records import Int64Array
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
+from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.engines.memory_plan import Measured

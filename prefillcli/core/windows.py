@@ -32,8 +32,6 @@ from prefillcli.rows.output import Shard
 from prefillcli.rows.records import (
     BATCH_ROWS,
     ErrorCode,
-    Float64Array,
-    Int64Array,
     Prompt,
     RowBatch,
     RowError,
@@ -44,6 +42,7 @@ from prefillcli.rows.records import (
     text_of,
     to_python,
 )
+from prefillcli.stats.arrays import Float64Array, Int64Array
 
 RUN_ROWS = 512  # rows of a run, at most
 # A run has at most this fraction of a shard's part of a window, where cutting it costs little.

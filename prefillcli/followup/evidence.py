@@ -18,8 +18,9 @@ from prefillcli.core.roles import FollowUp
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_name, visible
-from prefillcli.rows.records import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
-from prefillcli.stats.evaluation import Measure, label_scores
+from prefillcli.rows.records import Prompt, RowBatch, ScoredRow, SectionEffect, Window
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.labels import Measure, label_scores
 
 if TYPE_CHECKING:
     from prefillcli.core.further import RowSelection

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,15 +25,9 @@ from prefillcli.report.section import Section
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.records import Prompt, RowBatch
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import (
-    LEAST_LOG,
-    Float64Array,
-    evaluate,
-    evaluate_labels,
-    log_losses,
-    log_shares_of,
-    mean_log_shares,
-)
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.evaluation import evaluate, evaluate_labels, log_losses
+from prefillcli.stats.labels import LEAST_LOG, label_probabilities, log_shares_of, mean_log_shares
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -66,7 +59,7 @@ class TemperatureScaling(_Frozen):
     temperature: Positive
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return softmax(log_shares / self.temperature)
+        return label_probabilities(log_shares, self.temperature)
 
 
 class PlattScaling(_Frozen):
@@ -80,7 +73,7 @@ class PlattScaling(_Frozen):
     biases: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return softmax(self.slope * log_shares + np.array(self.biases))
+        return label_probabilities(self.slope * log_shares + np.array(self.biases))
 
 
 class ContentFreeScaling(_Frozen):
@@ -93,7 +86,7 @@ class ContentFreeScaling(_Frozen):
     content_free: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return softmax(log_shares - np.array(self.content_free))
+        return label_probabilities(log_shares - np.array(self.content_free))
 
 
 class IsotonicSteps(_Frozen):
@@ -213,12 +206,6 @@ class Calibration(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def softmax(logits: Float64Array) -> Float64Array:
-    """Return probabilities that are proportional to exp(logits), float64 [..., labels]."""
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float64)
-
-
 def content_free_calibration(labels: Sequence[str], logprobs: Float64Array, question: str = "") -> Calibration:
     """Return the contextual calibration by prompts without content, with label log-probabilities `logprobs` [prompts,
     labels]. It takes the mean of their probabilities."""
@@ -232,22 +219,20 @@ Method = Literal["temperature", "platt", "isotonic"]
 METHODS: tuple[Method, ...] = ("temperature", "platt", "isotonic")
 _TEMPERATURES = (0.01, 100.0)
 
-IntArray = npt.NDArray[np.int64]
-
 
 def methods_for(labels: int) -> tuple[Method, ...]:
     """Return the methods that suit this number of labels."""
     return METHODS if labels == 2 else METHODS[:2]
 
 
-def fit_scaling(method: Method, log_shares: Float64Array, truth: IntArray) -> Scaling:
+def fit_scaling(method: Method, log_shares: Float64Array, truth: Int64Array) -> Scaling:
     """Fit a calibration to rows with `log_shares_of` [rows, labels], whose right labels are `truth` [rows]."""
     if method == "temperature":
         return fit_temperature(log_shares, truth)
     return fit_platt(log_shares, truth) if method == "platt" else fit_isotonic(log_shares, truth)
 
 
-def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureScaling:
+def fit_temperature(log_shares: Float64Array, truth: Int64Array) -> TemperatureScaling:
     """Fit the temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
     from scipy.special import logsumexp
@@ -263,7 +248,7 @@ def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureSca
     return TemperatureScaling(temperature=float(np.exp(found.x)))
 
 
-def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
+def fit_platt(log_shares: Float64Array, truth: Int64Array) -> PlattScaling:
     """Fit a slope of 0 or more and a bias for each label with the smallest log loss.
 
     The right answers are smoothed as in Platt (1999): of n rows with a label, each has it with probability (n + 1) /
@@ -282,7 +267,9 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 
     def loss(parameters: Float64Array) -> tuple[float, Float64Array]:
         logits = parameters[0] * shares + np.append(parameters[1:], 0.0)
-        gap = softmax(logits) - wanted  # the gradient of the loss by the logits, as the targets of a row add up to 1
+        gap = (
+            label_probabilities(logits) - wanted
+        )  # the gradient of the loss by the logits, as the targets of a row add up to 1
         gradient = np.concatenate([[(gap * shares).sum(axis=1).mean()], gap.mean(axis=0)[:-1]])
         return float(np.mean(logsumexp(logits, axis=1) - (wanted * logits).sum(axis=1))), gradient
 
@@ -292,7 +279,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
     return PlattScaling(slope=float(found.x[0]) / width, biases=(*found.x[1:].tolist(), 0.0))
 
 
-def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
+def fit_isotonic(log_shares: Float64Array, truth: Int64Array) -> IsotonicSteps:
     """Fit the probabilities that rise with the score and have the smallest squared error.
 
     None is nearer to 0 or 1 than 1 / (rows + 2): this many rows prove no more. Raises ValueError for other than two
@@ -313,7 +300,7 @@ def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
 
 def cross_validate(
     log_shares: Float64Array,
-    truth: IntArray,
+    truth: Int64Array,
     before: Float64Array,
     labels: Sequence[str],
     *,
@@ -344,7 +331,7 @@ def best_method(found: Mapping[str, HeldOut]) -> Method:
 
 
 def _held_out(
-    probabilities: Float64Array, truth: IntArray, labels: Sequence[str], held: Sequence[IntArray]
+    probabilities: Float64Array, truth: Int64Array, labels: Sequence[str], held: Sequence[Int64Array]
 ) -> HeldOut:
     said = probabilities[np.arange(len(truth)), truth]
     losses = [float(log_losses(said[rest], np.ones(len(rest), np.bool_)).mean()) for rest in held]

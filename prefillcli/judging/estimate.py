@@ -29,11 +29,13 @@ from prefillcli.core.roles import Judge
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
 from prefillcli.reading.exits.first import readings_of
-from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, visible
-from prefillcli.rows.records import Int64Array, Prompt
+from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, percent, percent_interval, visible
+from prefillcli.rows.records import Prompt
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import step
-from prefillcli.stats.evaluation import Float64Array, Interval, Measure, exact_interval
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.intervals import Interval, exact_interval
+from prefillcli.stats.labels import Measure, label_probabilities
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class _Fold(NamedTuple):
         seen = np.isfinite(points).all(axis=1)
         found = np.tile(self.usual, (len(points), 1))
         if seen.any():
-            found[seen] = _softmax((points[seen] @ self.weights + self.bias) * self.scale)
+            found[seen] = label_probabilities((points[seen] @ self.weights + self.bias) * self.scale)
         return found
 
 
@@ -203,7 +205,7 @@ def _fold(points: Float64Array, target: Float64Array, truth: Float64Array, usual
         logits = np.log(np.maximum(usual, 1e-9))
         return _Fold(np.zeros((points.shape[1], labels)), logits, 1.0, usual)
     found = ridge(points, target)
-    errors = [float(np.mean((_softmax(found.held_out * scale) - truth) ** 2)) for scale in _SCALES]
+    errors = [float(np.mean((label_probabilities(found.held_out * scale) - truth) ** 2)) for scale in _SCALES]
     return _Fold(found.weights, found.bias, _SCALES[int(np.argmin(errors))], usual)
 
 
@@ -214,11 +216,6 @@ def _points(readings: Readings, own: bool) -> Float64Array:
         return np.asarray(values - values.mean(axis=1, keepdims=True))
     lengths = np.linalg.norm(values, axis=1, keepdims=True)
     return np.asarray(values / np.where(lengths > 0, lengths, 1))
-
-
-def _softmax(logits: Float64Array) -> Float64Array:
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 class LabelShare(BaseModel):
@@ -435,10 +432,10 @@ def section(report: RunReport) -> Section | None:
     found = Section(title="Estimate", lines=[("estimate", _shares(use)), ("estimate, cost", _cost(use))])
     table = [["answer", "share", "95 % interval", "rows that were read alone", "weight of guesses"]]
     for each in use.shares:
-        plain = f"{_percent(each.plain_share)} %, {_between(each.plain_interval)}"
-        table.append([each.name, f"{_percent(each.share)} %", _between(each.interval), plain, f"{each.weight:.2f}"])
+        plain = f"{percent(each.plain_share)}, {percent_interval(each.plain_interval)}"
+        table.append([each.name, percent(each.share), percent_interval(each.interval), plain, f"{each.weight:.2f}"])
     found.parts = [Part(table=table, note=NOTE)]
-    found.tiles = [(visible(each.name, line=True), f"{_percent(each.share)} %") for each in use.shares[:1]]
+    found.tiles = [(visible(each.name, line=True), percent(each.share)) for each in use.shares[:1]]
     for name, text, values in (
         ("estimate_share", "Share of the answer in the input.", [each.share for each in use.shares]),
         ("estimate_low", "Lower end of the 95 % interval.", [each.interval[0] for each in use.shares]),
@@ -458,7 +455,7 @@ NOTE = (
 def _shares(use: EstimateUse) -> str:
     order = sorted(use.shares, key=lambda each: -each.share)
     texts = [
-        f"{visible(each.name, line=True)} {_percent(each.share)} %, {_between(each.interval)}"
+        f"{visible(each.name, line=True)} {percent(each.share)}, {percent_interval(each.interval)}"
         for each in order[:_SHOWN]
     ]
     return "; ".join([*texts, *(["..."] if len(order) > _SHOWN else [])])
@@ -473,18 +470,14 @@ def _cost(use: EstimateUse) -> str:
         return text
     text += f"; the cheaper reading took {minutes_and_seconds(use.guess_seconds)} for all"
     first = use.shares[0]
-    plain = f"; without it the interval of {visible(first.name, line=True)} is {_between(first.plain_interval)}"
+    plain = (
+        f"; without it the interval of {visible(first.name, line=True)} is {percent_interval(first.plain_interval)}"
+    )
     if first.equal_cost_interval is None:
         return text + plain
-    return f"{text}{plain}, and with as many seconds of the model instead {_between(first.equal_cost_interval)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def _between(interval: Interval) -> str:
-    return f"{_percent(interval[0])}-{_percent(interval[1])} %"
+    return (
+        f"{text}{plain}, and with as many seconds of the model instead {percent_interval(first.equal_cost_interval)}"
+    )
 
 
 class Estimating(Judge):

@@ -11,7 +11,6 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, Field
@@ -33,25 +32,17 @@ from prefillcli.report.section import (
     Tick,
     counted,
     percent_interval,
+    percent_or_nothing,
     row_name,
     visible,
 )
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema
 from prefillcli.rows.output.target import Target
-from prefillcli.rows.records import (
-    BATCH_ROWS,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    id_texts,
-    json_texts,
-    to_python,
-)
+from prefillcli.rows.records import BATCH_ROWS, id_texts, json_texts, to_python
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from prefillcli.stats.evaluation import (
-    Estimate,
     Evaluation,
-    Measure,
     NumberFigures,
     ReliabilityBin,
     ThresholdFigures,
@@ -61,10 +52,11 @@ from prefillcli.stats.evaluation import (
     evaluate_labels,
     evaluate_ordered,
     evaluate_values,
-    label_probabilities,
     nearest,
     surest_wrong,
 )
+from prefillcli.stats.intervals import Estimate
+from prefillcli.stats.labels import Measure, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -123,8 +115,6 @@ class RunEvaluation(Evaluation):
     near_threshold: list[EvaluatedRow] = Field(default_factory=list)  # the closest calls
     threshold: float | None = None  # the threshold that those are near; None with more than two labels
 
-
-Mask = npt.NDArray[np.bool_]
 
 MOST_ROWS = 20  # rows of each kind that are named
 _MOST_VALUES = 20  # of the truth column, in the report
@@ -534,7 +524,7 @@ def _joined(pieces: Sequence[Float64Array], fill: float) -> Float64Array:
     return np.concatenate(wide)
 
 
-def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
+def _padded(column: pa.ChunkedArray, known: BoolArray, fill: float) -> Float64Array:
     # The lists of known rows as one array; `fill` pads the shorter ones.
     lists = column.combine_chunks().filter(pa.array(known))
     counts = np.asarray(pc.list_value_length(lists), np.int64)
@@ -543,7 +533,7 @@ def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
     return found
 
 
-def _said(table: pa.Table, values: Float64Array, known: Mask, plan: EvaluationPlan) -> Float64Array:
+def _said(table: pa.Table, values: Float64Array, known: BoolArray, plan: EvaluationPlan) -> Float64Array:
     # The mean, the number of the likeliest label and the right number of known rows [3, rows].
     if not plan.numbers:
         return np.empty((3, 0))
@@ -560,7 +550,7 @@ def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
 
 
 def _chosen(
-    table: pa.Table, scored: Mask, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+    table: pa.Table, scored: BoolArray, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
 ) -> tuple[Int64Array, Float64Array]:
     # As `_labels_of`, the number of each row's right choice. Only values that are no choice are counted.
     lists = _values(table[plan.choices], json_text=json_text)
@@ -595,13 +585,13 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
     return found
 
 
-def _floats(column: pa.ChunkedArray, known: Mask, null: float = 0.0) -> Float64Array:
+def _floats(column: pa.ChunkedArray, known: BoolArray, null: float = 0.0) -> Float64Array:
     # The numbers of known rows; those of labels may come as JSON text. JSON has no infinity: it is null there.
     return np.asarray(column.cast(pa.float64()).fill_null(null).to_numpy()[known], np.float64)
 
 
 def _labels_of(
-    table: pa.Table, scored: Mask, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+    table: pa.Table, scored: BoolArray, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
 ) -> tuple[Int64Array, Float64Array]:
     # The number of each row's right label, _UNKNOWN without one [rows], and the number that the right answer stands
     # for, NaN without one [rows]. The values of scored rows are counted.
@@ -730,8 +720,9 @@ _DIAGONAL = "0,100 100,0"
 def _section_of(found: RunEvaluation, question: str = "") -> Section:
     """Return the evaluation in terminal, page and summary: of all answers, or of those to one question."""
     labels = [
-        [each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
-         _number(each.auc.value), _number(each.average_precision)]
+        [each.label, f"{each.rows:,}",
+         *(percent_or_nothing(of.value) for of in (each.precision, each.recall)),
+         *(_number(value) for value in (each.f1, each.auc.value, each.average_precision))]
         for each in found.by_label if each.rows
     ]  # fmt: skip
     header = ["label", "rows", "precision", "recall", "F1", "AUC", "average precision"]
@@ -871,10 +862,6 @@ def _confusion(found: RunEvaluation) -> TableRows | None:
         for label, counts in zip(found.labels, found.confusion, strict=True)
     ]
     return [header, *rows]
-
-
-def _percent(estimate: Estimate) -> str:
-    return "" if estimate.value is None else f"{estimate.value:.1%}"
 
 
 def _number(value: float | None) -> str:

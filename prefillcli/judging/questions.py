@@ -12,10 +12,13 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
+from prefillcli.report.run import audit_lines
 from prefillcli.report.section import Part, Section, counted, percent_interval
 from prefillcli.rows.output.columns import Counts
 from prefillcli.rows.output.target import Target
-from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, correlation, share_estimate
+from prefillcli.stats.evaluation import correlation
+from prefillcli.stats.flips import Audit, audit_of
+from prefillcli.stats.intervals import Estimate, share_estimate
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run

@@ -19,7 +19,8 @@ from prefillcli.rows.output.columns import ROW_COLUMN, kinds_of, type_for, typed
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store
 from prefillcli.rows.output.target import open_format
-from prefillcli.rows.records import Int64Array, is_error
+from prefillcli.rows.records import is_error
+from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run

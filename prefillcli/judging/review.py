@@ -35,10 +35,10 @@ from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
 from prefillcli.rows.output.target import Target, open_format
 from prefillcli.rows.proof import hash_value
-from prefillcli.rows.records import Float64Array
 from prefillcli.runtime import log
 from prefillcli.stats.acceptance import RISK, Acceptance
-from prefillcli.stats.evaluation import BoolArray, label_probabilities
+from prefillcli.stats.arrays import BoolArray, Float64Array
+from prefillcli.stats.labels import label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

@@ -27,7 +27,7 @@ from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.extras import light_imports
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch

@@ -23,7 +23,6 @@ from prefillcli.rows.records import (
     DEFAULT_COLUMN,
     MAX_ROW_BYTES,
     ErrorCode,
-    Int32Array,
     Prompt,
     RowBatch,
     RowError,
@@ -31,6 +30,7 @@ from prefillcli.rows.records import (
     without_nulls,
 )
 from prefillcli.runtime import log
+from prefillcli.stats.arrays import Int32Array
 
 INSTRUCTIONS = "\0"  # stands in a question for what is asked of the row
 

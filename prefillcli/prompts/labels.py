@@ -16,8 +16,9 @@ from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.prompts.encoding import Controls, Encoder
 from prefillcli.prompts.lists import split_list
 from prefillcli.prompts.questions import Label, Question, typed
-from prefillcli.rows.records import ErrorCode, Int32Array, TokenText, Window
-from prefillcli.stats.evaluation import Measure
+from prefillcli.rows.records import ErrorCode, TokenText, Window
+from prefillcli.stats.arrays import Int32Array
+from prefillcli.stats.labels import Measure
 
 _TAIL_CHARS = 32
 _MIN_TAIL_CHARS = 6

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from prefillcli.prompts.encoding import Encoder
-from prefillcli.rows.records import Int64Array, Prompt
+from prefillcli.rows.records import Prompt
+from prefillcli.stats.arrays import Int64Array
 
 _KEPT_ROLES = ("system", "developer")  # of messages that say what to do, and are no document
 _PIECE_CHARS = 1 << 16  # characters whose tokens' places are looked for together

@@ -21,8 +21,9 @@ from prefillcli.rows.filesystems import reading, writing
 from prefillcli.rows.output.columns import DIGEST, ROW, OutputSchema
 from prefillcli.rows.output.parts import NAME, TYPE, DigestReader
 from prefillcli.rows.output.target import Job, Manifest, Published, Target
-from prefillcli.rows.records import Int64Array, Window
+from prefillcli.rows.records import Window
 from prefillcli.runtime import log
+from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run

@@ -41,6 +41,8 @@ from prefillcli.report.section import (
     page_html,
     page_of,
     pairs_table,
+    percent,
+    percent_interval,
     quoted_token,
     row_name,
     score_plot,
@@ -64,7 +66,7 @@ from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
-from prefillcli.stats.evaluation import Audit, audit_lines, audit_of
+from prefillcli.stats.flips import Audit, audit_of
 
 SCHEMA_VERSION = 1
 
@@ -856,6 +858,26 @@ def _methods(report: RunReport) -> Section:
     kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
     found = _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
     return Section(title="Methods", parts=[Part(bars=found)])
+
+
+def audit_lines(audit: Audit) -> list[tuple[str, str]]:
+    """Return the lines that an audit adds to the table of a run: name and text."""
+    if audit.flip_rate is None or audit.interval is None:
+        return [("audit", "no row was scored in full as well")]
+    lines = [
+        (
+            "audit",
+            f"{counted(audit.rows, 'row')} also in full: {counted(audit.flips, 'flip')} "
+            f"({percent(audit.flip_rate)}, {100 * audit.confidence:g} % interval {percent_interval(audit.interval)}), "
+            f"score difference {audit.mean_difference:.2g} mean, {audit.max_difference:.2g} largest",
+        )
+    ]
+    if audit.auc_compressed is not None and audit.auc_full is not None:
+        known = f"{counted(audit.truth_rows, 'row')} with a known answer"
+        lines.append(("audit AUC", f"{audit.auc_compressed:.3f} as scored, {audit.auc_full:.3f} in full ({known})"))
+    elif audit.truth_rows:
+        lines.append(("audit AUC", f"none: the known answers ({audit.truth_rows:,}) are all the same"))
+    return lines
 
 
 def _audit(audit: Audit) -> Section:

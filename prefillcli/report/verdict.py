@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from prefillcli.errors import counted
 from prefillcli.rows.output import ANSWER
-from prefillcli.stats.evaluation import HALF_MASS, UNANSWERED_MASS, Evaluation
+from prefillcli.stats.evaluation import Evaluation
+from prefillcli.stats.labels import HALF_MASS, UNANSWERED_MASS
 
 if TYPE_CHECKING:
     from prefillcli.report.run import QuestionAnswers, RunReport

@@ -26,10 +26,7 @@ import pyarrow.compute as pc
 
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
-
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
-Float64Array = npt.NDArray[np.float64]
+from prefillcli.stats.arrays import Float64Array, Int32Array, Int64Array
 
 MAX_ROW_BYTES = 64 << 20  # bytes of the longest row that is ever read, unless `--max-row-bytes` sets another limit
 

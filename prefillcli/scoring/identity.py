@@ -21,7 +21,7 @@ from prefillcli.rows.output.target import MEASURE, Job
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.opening import local_models
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 STANDS_FOR = {
     "input": ("inputs", "limit", "sample", "seed", "csv_separator", "csv_quoting"),

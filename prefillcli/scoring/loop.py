@@ -29,7 +29,6 @@ from prefillcli.report.run import Tokens
 from prefillcli.rows.records import (
     BEFORE,
     ErrorCode,
-    Float64Array,
     Prompt,
     PromptKey,
     RowError,
@@ -39,6 +38,7 @@ from prefillcli.rows.records import (
     unasked,
 )
 from prefillcli.runtime.clock import Phase
+from prefillcli.stats.arrays import Float64Array
 
 if TYPE_CHECKING:
     from prefillcli.reading.exits.exits import Exits

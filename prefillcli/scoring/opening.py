@@ -28,7 +28,7 @@ from prefillcli.runtime import clock, log
 from prefillcli.scoring.compose import Parts, compose, for_requests
 from prefillcli.scoring.loading import open_models
 from prefillcli.scoring.path_table import refuse_unlike_partitions
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 
 class Opening:

@@ -20,11 +20,12 @@ from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.report.run import FirstAnswers, LikelyToken
 from prefillcli.report.verdict import ABOUT_ANSWERS
-from prefillcli.rows.records import Float64Array, NextTokens, Prompt, ScoredRow, Window
+from prefillcli.rows.records import NextTokens, Prompt, ScoredRow, Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
 from prefillcli.scoring.loop import NEXT_TOKENS, Finished
-from prefillcli.stats.evaluation import UNANSWERED_MASS, Measure, label_mass, label_probabilities
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.labels import UNANSWERED_MASS, Measure, label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run

@@ -20,7 +20,7 @@ from prefillcli.options.commands import PIPE, ScoreSettings
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
 from prefillcli.rows.output.sink import ShardSink, Sink, plan_of, refuse_known
-from prefillcli.rows.records import Int64Array, Window
+from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step
 from prefillcli.scoring.compose import Parts, sections_of
@@ -32,6 +32,7 @@ from prefillcli.scoring.pipes import piped
 from prefillcli.scoring.recorder import Recorder, RemainingTime, left_to_score
 from prefillcli.scoring.scorer import load_here, make_scorer, score, start_workers
 from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
+from prefillcli.stats.arrays import Int64Array
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, 
 from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
-    IntArray,
     PlattScaling,
     best_method,
     cross_validate,
@@ -34,7 +33,8 @@ from prefillcli.rows.output.target import Job, Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
-from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_shares_of
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities, log_shares_of
 
 # An output of `prefill score` is read with right answers beside it.
 
@@ -54,7 +54,7 @@ class LabelledScores:
     question: str  # of several; empty for a job of labels
     scores: Float64Array  # as the output has them [rows]
     logprobs: Float64Array  # over the whole vocabulary [rows, labels]
-    truth: IntArray  # number of the right label [rows]
+    truth: Int64Array  # number of the right label [rows]
     truth_column: str  # that has the right answers
     left_out: dict[str, int]  # other rows, by reason
     job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where it is unknown

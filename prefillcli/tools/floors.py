@@ -24,7 +24,8 @@ from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
 from prefillcli.stats.acceptance import lowest_floor, lowest_floors
-from prefillcli.stats.evaluation import BoolArray, Float64Array, Int64Array, label_probabilities
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.tools.calibrate import job_of, number_of
 
 _SAME = 1e-6

@@ -30,7 +30,7 @@ from prefillcli.reading.compress.compressor import compressor_of, inspected
 from prefillcli.reading.exits.policy import inspected_policies
 from prefillcli.report.section import Part, Section
 from prefillcli.rows.output.columns import shown_ids
-from prefillcli.rows.records import ErrorCode, Float64Array, Prompt, RowError, ScoredRow, Window, joined_row, unasked
+from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window, joined_row, unasked
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.scoring.loading import load_walk
@@ -39,7 +39,8 @@ from prefillcli.scoring.opening import Opening, require_shares
 from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import further_questions
 from prefillcli.scoring.shell import Ended, shell
-from prefillcli.stats.evaluation import label_probabilities
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,

@@ -18,7 +18,7 @@ from prefillcli.rows.output.target import MEASURE, CsvFormat, Job, Manifest, Pub
 from prefillcli.rows.records import ErrorCode, as_json, plain_texts, to_python
 from prefillcli.runtime import log
 from prefillcli.scoring.shell import Ended, shell
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 # Checks that an output is as its job wrote it, and was made from the input that it names.
 

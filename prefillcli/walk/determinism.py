@@ -28,10 +28,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import floor_to
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import BlockArray, forest_kernel, product, room_for_output, takes
 from prefillcli.walk.forest import Scoring, attend_by_kernel
 from prefillcli.walk.fusion import fused
-from prefillcli.walk.layout import Chunk, IntArray, LastTokens, Tree, on_device
+from prefillcli.walk.layout import Chunk, LastTokens, Tree, on_device
 from prefillcli.walk.recurrent import (
     MOST_STATES,
     ModuleCall,
@@ -545,13 +546,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring:
     return out.view(*shape, narrow).transpose(1, 2), lse.view(shape).transpose(1, 2)
 
 
-def _steps(block: IntArray, runs: BlockArray) -> int:
+def _steps(block: Int64Array, runs: BlockArray) -> int:
     # The number of blocks of keys from the first to the last that a block of queries sees.
     first, end = _seen(block, runs)
     return -(-end // KEYS) - first // KEYS
 
 
-def _seen(block: IntArray, runs: BlockArray) -> tuple[int, int]:
+def _seen(block: Int64Array, runs: BlockArray) -> tuple[int, int]:
     # The depths first:end of the keys that a block of queries sees.
     _, rows, depth, first, last, _ = block.tolist()
     start, end, behind = runs[last - 1].tolist()

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from prefillcli.plan.trie import TokenArray, common_prefix
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import attend, attend_blockwise
 from prefillcli.walk.continuations import DecodingReport, Writing
 from prefillcli.walk.decoding import KeptForward, with_room
 from prefillcli.walk.forest import ForestAttention, Scoring, UnsupportedModelError
-from prefillcli.walk.layout import IntArray, KeyWindow, made_once, on_device
+from prefillcli.walk.layout import KeyWindow, made_once, on_device
 from prefillcli.walk.lockstep import Chooser, Drafter, LockStep, NewTokens, RowText
 from prefillcli.walk.recurrent import recurrent_modules
 from prefillcli.walk.walk import KeyValue, LayerWalk
@@ -211,16 +212,16 @@ class PassTokens:
     among the row's new ones. `before[place]` text tokens of a row were read earlier. A query, at its depth in
     `depths`, sees the tokens up to its own."""
 
-    rows: IntArray
-    steps: IntArray
-    before: IntArray
-    depths: IntArray
-    first_depths: IntArray  # of each row's text
+    rows: Int64Array
+    steps: Int64Array
+    before: Int64Array
+    depths: Int64Array
+    first_depths: Int64Array  # of each row's text
     device: torch.device
     tables: dict[Any, Any] = field(default_factory=dict)
 
     @property
-    def columns(self) -> IntArray:
+    def columns(self) -> Int64Array:
         """Each token's place among its row's text."""
         return self.before[self.rows] + self.steps
 
@@ -259,7 +260,7 @@ class PaddedLayer:
         return self._both
 
     @torch.inference_mode()
-    def choose(self, row: int, keys: Tensor, values: Tensor, depths: IntArray | None = None) -> None:
+    def choose(self, row: int, keys: Tensor, values: Tensor, depths: Int64Array | None = None) -> None:
         """Keep these K,V [kv heads, tokens, width] before a row's text, instead of those so far.
 
         `depths` are needed where the layer has a window.
@@ -467,7 +468,7 @@ class _PaddedAttention(ForestAttention):
         self._cache, self.calls = cache, 0
 
     @property
-    def depths(self) -> IntArray:
+    def depths(self) -> Int64Array:
         return self._new.depths
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
@@ -779,7 +780,7 @@ class RetrievalDrafter(Drafter):
             self._level.has_read(draft, read)
         self._put_text(np.concatenate(of), np.concatenate(places))
 
-    def _put_text(self, rows: IntArray, places: IntArray) -> None:
+    def _put_text(self, rows: Int64Array, places: Int64Array) -> None:
         if not len(rows):
             return
         device = self._source.walk.device

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from prefillcli.reading.compress import compressor
 from prefillcli.reading.compress.compressor import RATES
-from prefillcli.stats.evaluation import flip_bound
+from prefillcli.stats.flips import flip_bound
 from tests.jobs.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.jobs.jobs import Reference, beside_answers, read_output, read_report, write_jsonl
 from tests.jobs.models import save_model

@@ -46,7 +46,7 @@ from prefillcli.rows.records import (
     is_fallback,
 )
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import flip_bound, rows_for
+from prefillcli.stats.flips import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.core.scorer import ModelScorer

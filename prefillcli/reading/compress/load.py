@@ -20,8 +20,9 @@ from prefillcli.reading.compress.selection import (
     select_all,
 )
 from prefillcli.reading.compress.settings import Compression, compression_of
-from prefillcli.rows.records import Int32Array, Int64Array, Prompt
+from prefillcli.rows.records import Prompt
 from prefillcli.runtime import log
+from prefillcli.stats.arrays import Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models

@@ -23,13 +23,14 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.prompts.labels import Following, Labels, tail_of
 from prefillcli.prompts.translation import Translation, Translator
-from prefillcli.rows.records import BEFORE, Int32Array, Prompt
+from prefillcli.rows.records import BEFORE, Prompt
+from prefillcli.stats.arrays import Int32Array
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models
     from prefillcli.core.scorer import ModelScorer, Remote
     from prefillcli.models.open import Opened
-    from prefillcli.reading.exits.policy import Float32Array, Float64Array
+    from prefillcli.stats.arrays import Float32Array, Float64Array
 
 _TAIL_TOKENS = 16
 WIDTH = 1 << 13  # numbers of a reading of words

@@ -25,7 +25,6 @@ from prefillcli.reading.exits.policy import (
     ExitLayer,
     ExitPolicy,
     FlipsOf,
-    Float64Array,
     Probe,
     TradePoint,
     fit_best,
@@ -33,8 +32,9 @@ from prefillcli.reading.exits.policy import (
     margin_error,
     relative,
 )
-from prefillcli.rows.records import BEFORE, Int64Array
-from prefillcli.stats.evaluation import flip_bound, rows_for
+from prefillcli.rows.records import BEFORE
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.flips import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.models.find import ModelFiles
@@ -116,10 +116,6 @@ def _log_above(first: float, second: float, rate: float) -> float:
 # Rows of a job that were read in full, for its exits.
 
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class CalibrationRows:
     """Rows of a job that were read in full.
@@ -136,7 +132,7 @@ class CalibrationRows:
         return len(self.final)
 
     @property
-    def truth(self) -> IntArray:
+    def truth(self) -> Int64Array:
         """The label that the full read gives, int64 [rows]."""
         return np.asarray(self.final.argmax(axis=1), np.int64)
 
@@ -153,7 +149,7 @@ class CalibrationRows:
         """The rows that each of the first models can read, masks [rows], by layer."""
         return {layer: self.read_after(layer) for layer in self.readings if layer <= BEFORE}
 
-    def chosen(self, rows: IntArray | BoolArray) -> CalibrationRows:
+    def chosen(self, rows: Int64Array | BoolArray) -> CalibrationRows:
         """Return some of the rows."""
         readings = {
             layer: Readings(each.hidden[rows], each.logits[rows], each.before[rows])
@@ -182,7 +178,7 @@ def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tupl
     left to luck.
     """
     draws = np.random.default_rng(seed)
-    fit: list[IntArray] = []
+    fit: list[Int64Array] = []
     classes = class_numbers(rows.truth, flips_of)
     for number in np.unique(classes):
         own = draws.permutation(np.flatnonzero(classes == number))
@@ -191,7 +187,7 @@ def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tupl
     return rows.chosen(first), rows.chosen(np.setdiff1d(np.arange(len(rows)), first))
 
 
-def class_numbers(truth: IntArray, flips_of: FlipsOf) -> IntArray:
+def class_numbers(truth: Int64Array, flips_of: FlipsOf) -> Int64Array:
     """Return the class [rows] that each row is judged with: that of its label, or one for all rows."""
     return truth if flips_of == "each" else np.zeros_like(truth)
 
@@ -480,7 +476,7 @@ _SIZE_RISK: Final = 0.001  # the probability that a class has more rows than is 
 _LARGE_PART: Final = 0.1  # of the job's rows: with fewer, knowing the number of a class gains less than its risk costs
 
 
-def class_sizes(truth: IntArray, fitted: IntArray, classes: int, of: int | None) -> tuple[float | None, ...]:
+def class_sizes(truth: Int64Array, fitted: Int64Array, classes: int, of: int | None) -> tuple[float | None, ...]:
     """Return the most rows that the judged ones of each class are drawn from, in a job with `of` rows.
 
     `truth` [rows] are the classes of the rows that were read in full, `fitted` those of the half that does not judge.
@@ -538,7 +534,7 @@ class Candidate(NamedTuple):
     correlation: float
     knows: bool
     spread: float
-    label: IntArray
+    label: Int64Array
     reach: Float64Array
 
 
@@ -814,7 +810,7 @@ def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
     )
 
 
-def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[IntArray, Float64Array]:
+def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[Int64Array, Float64Array]:
     # Predicted labels, and the levels at and below which rows leave, both [exits, rows].
     leads = [lead_of(each.probe.logits(rows.readings[each.layer])) for each in exits]
     reach = [lead.ahead / each.spread for lead, each in zip(leads, exits, strict=True)]

@@ -56,6 +56,7 @@ from prefillcli.report.section import (
     abbreviated,
     bars,
     counted,
+    percent,
     percent_interval,
     percent_or_nothing,
     round_ticks,
@@ -63,10 +64,12 @@ from prefillcli.report.section import (
 )
 from prefillcli.rows.output.columns import TO_THE_END, AuditedExits, Counts, LayerRows
 from prefillcli.rows.output.store import write_sealed
-from prefillcli.rows.records import BEFORE, FIRST, Int64Array, Prompt, ScoredRow, joined_row
+from prefillcli.rows.records import BEFORE, FIRST, Prompt, ScoredRow, joined_row
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import step
-from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
+from prefillcli.stats.arrays import Int64Array
+from prefillcli.stats.flips import flip_bound, rows_for
+from prefillcli.stats.intervals import exact_interval
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
@@ -311,7 +314,7 @@ def _status(use: ExitUse) -> str:
     rows, sure = counted(use.calibration_rows, "row"), f"({100 * use.confidence:g} % confidence)"
     if use.rare is not None:
         return f"learnt from {rows} in full; {_rare(use.rare)} {sure}"
-    most = _percent(use.max_flips or 0)
+    most = percent(use.max_flips or 0)
     each = use.flips_of == "each"
     whose = "the rows of each label" if each else "all rows"
     whose += ", for each question," if use.questions else ""
@@ -330,9 +333,9 @@ def _status(use: ExitUse) -> str:
 def _rare(use: RareUse) -> str:
     label, texts = visible(use.label, line=True), []
     if use.recall is not None:
-        texts.append(f"at least {_percent(use.recall)} of the rows that are {label} in full are so here")
+        texts.append(f"at least {percent(use.recall)} of the rows that are {label} in full are so here")
     if use.precision is not None:
-        texts.append(f"at least {_percent(use.precision)} of the rows that are {label} here are so in full")
+        texts.append(f"at least {percent(use.precision)} of the rows that are {label} here are so in full")
     return f"{' and '.join(texts)}; decided before: {use.refused:,} not {label}, {use.accepted:,} {label}"
 
 
@@ -342,7 +345,7 @@ def _judged(each: JudgedLabel) -> str:
         return f"{label} {counted(each.judged, 'row')}, too few: it takes {each.rows_needed:,}"
     if not each.proven:
         return f"{label} {counted(each.judged, 'row')}, nothing proven"
-    return f"{label} {counted(each.flips, 'flip')} of {each.judged:,}, at most {_percent(each.bound)}"
+    return f"{label} {counted(each.flips, 'flip')} of {each.judged:,}, at most {percent(each.bound)}"
 
 
 def _layers(use: ExitUse) -> str:
@@ -376,10 +379,6 @@ def _saved(use: ExitUse) -> str | None:
     if texts and use.predicted_gain is not None:
         texts.append(f"{use.predicted_gain:.2f}x predicted for tokens that no two rows share")
     return ", ".join(texts) or None
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 # Charts and tables of exits, for the page of a run.

@@ -29,15 +29,14 @@ from prefillcli.models.open import WORDS
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.rows.records import BEFORE
+from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
     from prefillcli.models.open import Opened
     from prefillcli.prompts.labels import Labels
-
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 
 class Probe:
@@ -141,13 +140,8 @@ def relative(logits: Float64Array) -> Float64Array:
 def lens_features(readings: Readings) -> Float64Array:
     """Return SpecEE's features [rows, 3 * labels]: label logits, softmax among the labels, and its change in the
     layer."""
-    shares = _softmax(readings.logits)
-    return np.concatenate([readings.logits, shares, shares - _softmax(readings.before)], axis=1)
-
-
-def _softmax(logits: Float64Array) -> Float64Array:
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=1, keepdims=True), np.float64)
+    shares = label_probabilities(readings.logits)
+    return np.concatenate([readings.logits, shares, shares - label_probabilities(readings.before)], axis=1)
 
 
 def _array(written: Any) -> Float32Array:
@@ -187,8 +181,6 @@ _NEAR = 1.25
 KNOWS: Final = 0.95
 _DECAY = 1e-3  # of the network's weights
 _STEPS = 60  # of L-BFGS
-
-IntArray = npt.NDArray[np.int64]
 
 
 class FittedProbe(NamedTuple):
@@ -230,7 +222,7 @@ def fit_affine(readings: Readings, target: Float64Array, seed: int = 0) -> Fitte
     """Fit relative logits `target` [rows, labels] to relative label logits by least squares."""
     lens = np.column_stack([relative(readings.logits), np.ones(len(target))])
 
-    def solve(rows: IntArray) -> Float64Array:
+    def solve(rows: Int64Array) -> Float64Array:
         return np.asarray(np.linalg.lstsq(lens[rows], target[rows], rcond=1e-9)[0], dtype=np.float64)
 
     held_out = _folded(target, seed, lambda rows, rest: lens[rest] @ solve(rows))
@@ -242,7 +234,7 @@ def fit_mlp(readings: Readings, target: Float64Array, seed: int = 0) -> FittedPr
     """Fit a network of SpecEE's size from its features to relative logits `target` [rows, labels], by L-BFGS."""
     features = lens_features(readings)
 
-    def predict(rows: IntArray, rest: IntArray) -> Float64Array:
+    def predict(rows: Int64Array, rest: Int64Array) -> Float64Array:
         held = Readings(readings.hidden[rest], readings.logits[rest], readings.before[rest])
         return _trained(features[rows], target[rows], seed).logits(held)
 
@@ -264,7 +256,9 @@ def margin_error(off: Float64Array) -> float:
     return float(np.sqrt(2 * np.mean(off**2) * labels / (labels - 1)))  # the errors of a row's labels add up to 0
 
 
-def _folded(target: Float64Array, seed: int, predict: Callable[[IntArray, IntArray], Float64Array]) -> Float64Array:
+def _folded(
+    target: Float64Array, seed: int, predict: Callable[[Int64Array, Int64Array], Float64Array]
+) -> Float64Array:
     # Predictions for all rows by `predict(rows to fit, rows left out)`; each row is left out once.
     order = np.random.default_rng(seed).permutation(len(target))
     found = np.zeros_like(target)

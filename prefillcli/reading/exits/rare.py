@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from prefillcli.core.request import Tick
 from prefillcli.reading.exits.first import FirstReading, readings_of
@@ -47,10 +46,8 @@ from prefillcli.reading.exits.policy import (
     identity_of,
     job_of_exits,
 )
-from prefillcli.rows.records import BEFORE, Int64Array, Prompt, ScoredRow
-
-BoolArray = npt.NDArray[np.bool_]
-Float64Array = npt.NDArray[np.float64]
+from prefillcli.rows.records import BEFORE, Prompt, ScoredRow
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
 
 _BINS: Final = 64  # of at least this many rows each; 32 further edges lie closer together the higher the scores
 _TOP: Final = 60  # rows of the highest bin

@@ -36,7 +36,6 @@ from prefillcli.rows.records import (
     BadLine,
     ColumnChoice,
     ErrorCode,
-    Int64Array,
     RowBatch,
     RowError,
     Sampling,
@@ -47,6 +46,7 @@ from prefillcli.rows.records import (
     without_nulls,
 )
 from prefillcli.runtime.clock import Expected
+from prefillcli.stats.arrays import Int64Array
 
 
 class Source:

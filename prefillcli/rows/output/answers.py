@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.rows.output import ANSWER
-from prefillcli.stats.evaluation import log_shares_of
+from prefillcli.stats.labels import log_shares_of
 
 LOGPROB = "logprob_"
 PROBABILITIES = "probabilities"

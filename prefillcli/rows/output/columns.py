@@ -27,8 +27,6 @@ from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColu
 from prefillcli.rows.records import (
     SKIPPED_CODES,
     ErrorCode,
-    Float64Array,
-    Int64Array,
     Prompt,
     ReadTokens,
     RowError,
@@ -39,8 +37,9 @@ from prefillcli.rows.records import (
     to_python,
 )
 from prefillcli.stats.acceptance import doubtful
+from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.confidence import choice_confidence, score_confidence
-from prefillcli.stats.evaluation import Measure, label_mass, label_scores, mean_log_shares
+from prefillcli.stats.labels import Measure, label_mass, label_scores, mean_log_shares
 
 ROW = "__row"  # the row number in a part
 DIGEST = "__digest"  # in a part: the digest of a row that has a score (`Prompt.digest`)

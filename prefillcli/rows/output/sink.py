@@ -39,10 +39,11 @@ from prefillcli.rows.output.parts import PartIndex, PartInfo, RowDigests, Window
 from prefillcli.rows.output.store import Heartbeat, LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.rows.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
 from prefillcli.rows.proof import JOB_KEY, Digesting
-from prefillcli.rows.records import Int64Array, Prompt, RowError, ScoredRow, Window, is_error
+from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window, is_error
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.clock import Pace
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.arrays import Int64Array
+from prefillcli.stats.labels import Measure
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:

@@ -28,14 +28,18 @@ from prefillcli.plan.pack import in_full
 from prefillcli.prompts.labels import Labels
 from prefillcli.report.run import RunReport, Tokens
 from prefillcli.rows.output.store import LocalStore
-from prefillcli.rows.records import FALLBACK, Float64Array, Prompt, PromptKey, ScoredRow, Window, is_fallback
+from prefillcli.rows.records import FALLBACK, Prompt, PromptKey, ScoredRow, Window, is_fallback
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import with_peak as with_peak
 from prefillcli.runtime.signals import Stop
 from prefillcli.scoring.loop import Finished
 from prefillcli.scoring.opening import Opening
 from prefillcli.scoring.scorer import load_here, make_scorer, score
-from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.evaluation import auc
+from prefillcli.stats.flips import audit_of
+from prefillcli.stats.intervals import exact_interval
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.tools.bench.report import Answers, ClassFlips, ExitResult, MethodResult, Range, WorkloadResult
 

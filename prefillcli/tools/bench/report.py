@@ -23,7 +23,7 @@ from prefillcli.report.section import (
     settings_section,
     three_digits,
 )
-from prefillcli.stats.evaluation import Audit
+from prefillcli.stats.flips import Audit
 from prefillcli.tools.bench.methods import METHODS, REFERENCE
 
 

@@ -17,7 +17,8 @@ from prefillcli.engines.hf import HfEngine
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.rows.records import Int32Array, Prompt
+from prefillcli.rows.records import Prompt
+from prefillcli.stats.arrays import Int32Array
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.families import FAMILIES, VOCABULARY, make_model

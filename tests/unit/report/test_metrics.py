@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefillcli.report.run import RunReport, to_metrics
-from prefillcli.stats.evaluation import audit_of
+from prefillcli.stats.flips import audit_of
 
 NOW = 1_760_000_000.25
 

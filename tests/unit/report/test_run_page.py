@@ -13,7 +13,7 @@ import pytest
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
 from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, score_plot
 from prefillcli.rows.output.columns import Counts
-from prefillcli.stats.evaluation import audit_of
+from prefillcli.stats.flips import audit_of
 from tests.unit.report.browser import CHROMIUM, browser
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202egnp.exe\x00\"'><img src=http://evil/x onerror=alert(2)>&amp;"

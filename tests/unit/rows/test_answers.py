@@ -19,7 +19,7 @@ from prefillcli.rows.output.answers import AnswerColumns, answers_of, described
 from prefillcli.rows.output.columns import OutputSchema
 from prefillcli.rows.output.target import ANSWERS, Target
 from prefillcli.rows.records import ScoredRow, joined_row
-from prefillcli.stats.evaluation import label_probabilities
+from prefillcli.stats.labels import label_probabilities
 from tests.unit.rows.outputs import FINGERPRINT, make_window, open_sink, read
 
 QUESTIONS = (

@@ -24,7 +24,8 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.rows.output import parts
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.proof import with_checksum
-from prefillcli.rows.records import Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window
+from prefillcli.stats.arrays import Int64Array
 from tests.unit.rows.outputs import (
     BAD,
     FINGERPRINT,

@@ -28,7 +28,7 @@ from prefillcli.plan.plan import Plan
 from prefillcli.prompts.labels import ClassLabels
 from prefillcli.prompts.questions import Label
 from prefillcli.report.run import RunReport
-from prefillcli.rows.records import Int32Array, Prompt, Window
+from prefillcli.rows.records import Prompt, Window
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
 from prefillcli.scoring.loop import ScoringLoop, ScoringOptions
@@ -46,7 +46,8 @@ from prefillcli.scoring.runners.pool import (
     Task,
     WorkerSpec,
 )
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.arrays import Int32Array
+from prefillcli.stats.labels import Measure
 
 
 class SimulatedCrew:

@@ -31,11 +31,11 @@ from prefillcli.stats.evaluation import (
     evaluate_labels,
     evaluate_ordered,
     expected_calibration_error,
-    mean_estimate,
     nearest,
     reliability,
     surest_wrong,
 )
+from prefillcli.stats.intervals import mean_estimate
 
 SCORES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1 / 3, 1.0]), st.floats(0, 1))
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60)

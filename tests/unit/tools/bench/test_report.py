@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefillcli.stats.evaluation import audit_of
+from prefillcli.stats.flips import audit_of
 from prefillcli.tools.bench.contest import interleaved
 from prefillcli.tools.bench.report import (
     Answers,
