@@ -27,7 +27,8 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, brief_json, encode_json
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText
+from prefillcli.rows.values import brief_json, encode_json
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:

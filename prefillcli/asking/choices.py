@@ -14,7 +14,8 @@ from prefillcli.prompts.encoding import NotLiteral
 from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
 from prefillcli.prompts.questions import Choice, Label
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.records import brief_json, require_columns
+from prefillcli.rows.input.selection import require_columns
+from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window, brief_json
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
+from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import DOCUMENT_COLUMNS, INSTRUCTIONS, PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate, read_template
+from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.output.answers import AnswerColumns, described
 from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
 from prefillcli.rows.output.target import ANSWERS
-from prefillcli.rows.records import DEFAULT_COLUMN, Prompt, RowBatch, RowError, ScoredRow, Window
+from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

@@ -29,7 +29,7 @@ from prefillcli.errors import UsageError, counted, did_you_mean
 from prefillcli.prompts.questions import MOST_OPTIONS, Choice, Option, Predicate, Question, Score
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.records import brief_json, encode_json
+from prefillcli.rows.values import brief_json, encode_json
 
 MOST_QUESTIONS = 400  # about one document, as in OpenAI's API
 MOST_DEPTH = 100  # levels of objects and lists in JSON that is made text; OpenAI's API takes 32

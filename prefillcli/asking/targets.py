@@ -31,15 +31,8 @@ from prefillcli.prompts.labels import (
 )
 from prefillcli.prompts.questions import Label, Likelihood
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.records import (
-    DEFAULT_COLUMN,
-    MAX_ROW_BYTES,
-    ErrorCode,
-    Prompt,
-    RowBatch,
-    RowError,
-    require_columns,
-)
+from prefillcli.rows.input.selection import DEFAULT_COLUMN, require_columns
+from prefillcli.rows.records import MAX_ROW_BYTES, ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.stats.arrays import Int32Array
 from prefillcli.stats.labels import Measure
 

@@ -28,7 +28,8 @@ from prefillcli.rows.output.columns import (
     OutputSchema,
     ResultRows,
 )
-from prefillcli.rows.records import Window, to_python
+from prefillcli.rows.records import Window
+from prefillcli.rows.values import to_python
 
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's expressions.
 #

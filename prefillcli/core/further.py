@@ -11,7 +11,8 @@ from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
 from prefillcli.rows.output.target import Target
-from prefillcli.rows.records import ScoredRow, Window, id_texts
+from prefillcli.rows.records import ScoredRow, Window
+from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Writing
 
 if TYPE_CHECKING:

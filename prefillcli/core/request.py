@@ -16,7 +16,8 @@ from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import token_order
-from prefillcli.rows.records import FALLBACK, FULL, Prompt, ScoredRow, Selection, Window, early_exit_method
+from prefillcli.rows.input.selection import Selection
+from prefillcli.rows.records import FALLBACK, FULL, Prompt, ScoredRow, Window, early_exit_method
 from prefillcli.stats.arrays import Int32Array, Int64Array
 
 if TYPE_CHECKING:

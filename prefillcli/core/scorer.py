@@ -14,7 +14,8 @@ from prefillcli.core.windows import MAX_ROWS
 from prefillcli.engines.base import REDUCED, Engine, PlanEngine, PoolUse
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.plan import Plan
-from prefillcli.rows.records import BATCH_ROWS, Prompt, Window
+from prefillcli.rows.input.selection import BATCH_ROWS
+from prefillcli.rows.records import Prompt, Window
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

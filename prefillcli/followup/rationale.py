@@ -22,7 +22,8 @@ from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 from prefillcli.rows.output.columns import Groups
-from prefillcli.rows.records import FULL, Rationale, ScoredRow, Window, id_texts
+from prefillcli.rows.records import FULL, Rationale, ScoredRow, Window
+from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 
 if TYPE_CHECKING:

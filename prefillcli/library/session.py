@@ -20,8 +20,9 @@ import pyarrow as pa
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings
+from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.records import DEFAULT_COLUMN, SKIPPED_CODES
+from prefillcli.rows.records import SKIPPED_CODES
 from prefillcli.runtime.cores import left_as_found
 from prefillcli.runtime.extras import without_fetched_code
 from prefillcli.runtime.signals import OwnThread

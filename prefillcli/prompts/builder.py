@@ -19,16 +19,9 @@ from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.prompts.shortening import RowTexts, Shortening
 from prefillcli.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named, without_escapes
 from prefillcli.prompts.thinking import AS_USUAL, ChatChoices, Way
-from prefillcli.rows.records import (
-    DEFAULT_COLUMN,
-    MAX_ROW_BYTES,
-    ErrorCode,
-    Prompt,
-    RowBatch,
-    RowError,
-    row_too_large,
-    without_nulls,
-)
+from prefillcli.rows.input.selection import DEFAULT_COLUMN
+from prefillcli.rows.records import MAX_ROW_BYTES, ErrorCode, Prompt, RowBatch, RowError, row_too_large
+from prefillcli.rows.values import without_nulls
 from prefillcli.runtime import log
 from prefillcli.stats.arrays import Int32Array
 

@@ -15,7 +15,8 @@ from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConfl
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import ROW_COLUMN, Counts, typed_column
 from prefillcli.rows.output.target import MEASURE, CsvFormat, Job, Manifest, Published, Target, rows_of_input
-from prefillcli.rows.records import ErrorCode, as_json, plain_texts, to_python
+from prefillcli.rows.records import ErrorCode
+from prefillcli.rows.values import as_json, plain_texts, to_python
 from prefillcli.runtime import log
 from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.labels import Measure

@@ -27,24 +27,19 @@ from prefillcli.rows.input.csv_head import BOM, HEAD_BYTES, CsvRules, head_of, n
 from prefillcli.rows.input.delimited import line_numbers
 from prefillcli.rows.input.discovery import InputFile, Partitions, discover
 from prefillcli.rows.input.parquet import ParquetFiles
-from prefillcli.rows.proof import FileContents, require_same
-from prefillcli.rows.records import (
+from prefillcli.rows.input.selection import (
     BATCH_BYTES,
     BATCH_ROWS,
     MAX_LEFT_BYTES,
-    MAX_ROW_BYTES,
-    BadLine,
     ColumnChoice,
-    ErrorCode,
-    RowBatch,
-    RowError,
     Sampling,
     Selection,
     require_columns,
     row_batches,
-    row_too_large,
-    without_nulls,
 )
+from prefillcli.rows.proof import FileContents, require_same
+from prefillcli.rows.records import MAX_ROW_BYTES, BadLine, ErrorCode, RowBatch, RowError, row_too_large
+from prefillcli.rows.values import without_nulls
 from prefillcli.runtime.clock import Expected
 from prefillcli.stats.arrays import Int64Array
 

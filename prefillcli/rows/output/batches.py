@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefillcli.rows.output.decisions import first_probability, response_of
-from prefillcli.rows.records import encode_json
+from prefillcli.rows.values import encode_json
 
 URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
 BARE = ("model", "input", "state", "questions")  # those of rows that are bodies themselves

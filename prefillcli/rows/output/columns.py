@@ -33,9 +33,8 @@ from prefillcli.rows.records import (
     ScoredRow,
     TokenText,
     Window,
-    text_of,
-    to_python,
 )
+from prefillcli.rows.values import text_of, to_python
 from prefillcli.stats.acceptance import doubtful
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.confidence import choice_confidence, score_confidence

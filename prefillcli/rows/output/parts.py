@@ -30,7 +30,8 @@ from prefillcli.rows.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, Resu
 from prefillcli.rows.output.store import Store
 from prefillcli.rows.output.target import Job, write_parquet
 from prefillcli.rows.proof import JOB_KEY, require_seal
-from prefillcli.rows.records import Prompt, Window, id_texts, to_python
+from prefillcli.rows.records import Prompt, Window
+from prefillcli.rows.values import id_texts, to_python
 from prefillcli.stats.arrays import Int64Array
 
 NAME = "row-digests.bin"

@@ -37,7 +37,8 @@ from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColu
 from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
-from prefillcli.rows.records import BadLine, as_json, encode_json, plain_texts, text_of
+from prefillcli.rows.records import BadLine
+from prefillcli.rows.values import as_json, encode_json, plain_texts, text_of
 from prefillcli.runtime import file_calls, log
 
 NAME = "manifest.json"

@@ -24,7 +24,8 @@ from prefillcli.options.commands import QUICK_ROWS, BenchSettings
 from prefillcli.options.judging import truth_columns
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.rows.filesystems import split_path
-from prefillcli.rows.records import PromptKey, Window, to_python
+from prefillcli.rows.records import PromptKey, Window
+from prefillcli.rows.values import to_python
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

@@ -22,7 +22,8 @@ from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, without_nulls
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError
+from prefillcli.rows.values import without_nulls
 from tests.unit.prompts.labels import resolve
 
 
