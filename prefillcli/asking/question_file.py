@@ -24,7 +24,8 @@ from prefillcli.prompts.labels import parse_labels, require_values
 from prefillcli.prompts.questions import Choice, Question, Score, typed
 from prefillcli.prompts.templates import is_rendered, names_template
 from prefillcli.rows.filesystems import read_given, utf8_text
-from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, OutputSchema, ResultRows
+from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
 
 _MOST_BYTES = 1 << 20
 

@@ -27,7 +27,8 @@ from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.output.answers import AnswerColumns, described
-from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
+from prefillcli.rows.output.columns import Group, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import ANSWERS
 from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 

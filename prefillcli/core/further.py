@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
-from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
+from prefillcli.rows.output.columns import ROW_COLUMN, Probabilities, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.records import ScoredRow, Window
 from prefillcli.rows.values import id_texts

@@ -10,7 +10,8 @@ from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RowColumns
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import Group, OutputSchema, Probabilities
+from prefillcli.rows.output.columns import Group, Probabilities
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import Prompt, Window
 from prefillcli.runtime import log, memory
 

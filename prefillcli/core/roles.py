@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 

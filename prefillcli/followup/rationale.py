@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 

@@ -24,7 +24,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.reading.compress.compressor import KeptTokens
 from prefillcli.report.section import Part, Section, TableRows, bars, price
-from prefillcli.rows.output.columns import MOST, Counts, shown_ids
+from prefillcli.rows.output.tallies import MOST, Counts, shown_ids
 from prefillcli.rows.records import SKIPPED_CODES, ErrorCode, Prompt, Window
 from prefillcli.runtime.clock import duration
 

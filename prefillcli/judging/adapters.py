@@ -13,7 +13,7 @@ from prefillcli.models.adapters import adapter_paths
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 

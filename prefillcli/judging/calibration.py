@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import PlanEngine
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
 
 SCHEMA_VERSION: Final = 1
 

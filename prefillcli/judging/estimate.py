@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from prefillcli.prompts.labels import Labels
     from prefillcli.reading.exits.exits import Exits
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
 
 CONFIDENCE: Final = 0.95
 _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution

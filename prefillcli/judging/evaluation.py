@@ -38,7 +38,8 @@ from prefillcli.report.section import (
 )
 from prefillcli.rows.input.selection import BATCH_ROWS
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.values import id_texts, json_texts, to_python
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array

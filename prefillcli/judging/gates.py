@@ -123,7 +123,7 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
 
 def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
     """Return the number of rows in each of the bins of equal width from 0 to 1, over all predictions."""
-    from prefillcli.rows.output.columns import SCORE_BINS
+    from prefillcli.rows.output.tallies import SCORE_BINS
 
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
 

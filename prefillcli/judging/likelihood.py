@@ -14,7 +14,7 @@ from prefillcli.report.section import Section, three_digits
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 

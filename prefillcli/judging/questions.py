@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from prefillcli.core.roles import Judge
 from prefillcli.report.run import audit_lines
 from prefillcli.report.section import Part, Section, counted, percent_interval
-from prefillcli.rows.output.columns import Counts
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Target
 from prefillcli.stats.evaluation import correlation
 from prefillcli.stats.flips import Audit, audit_of

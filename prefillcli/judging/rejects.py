@@ -15,7 +15,8 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import FILE_ENDINGS, format_of
-from prefillcli.rows.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store
 from prefillcli.rows.output.target import open_format

@@ -24,13 +24,8 @@ from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
 from prefillcli.rows.output.answers import LOGPROB, PROBABILITIES, AnswerColumns
-from prefillcli.rows.output.columns import (
-    ROW_COLUMN,
-    OutputSchema,
-    kinds_of,
-    type_for,
-    typed_column,
-)
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.schema import OutputSchema, kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
 from prefillcli.rows.output.target import Target, open_format

@@ -19,8 +19,9 @@ from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.prompts.builder import USUAL_COLUMNS, PromptBuilder
 from prefillcli.rows.input.source import TableRows
-from prefillcli.rows.output.columns import ResultRows, kinds_of
+from prefillcli.rows.output.columns import ResultRows
 from prefillcli.rows.output.parts import make_rows
+from prefillcli.rows.output.schema import kinds_of
 from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress

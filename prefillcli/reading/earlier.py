@@ -18,8 +18,9 @@ from prefillcli.core.roles import Judge
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import reading, writing
-from prefillcli.rows.output.columns import DIGEST, ROW, OutputSchema
+from prefillcli.rows.output.columns import DIGEST, ROW
 from prefillcli.rows.output.parts import NAME, TYPE, DigestReader
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import Job, Manifest, Published, Target
 from prefillcli.rows.records import Window
 from prefillcli.runtime import log
@@ -28,7 +29,7 @@ from prefillcli.stats.arrays import Int64Array
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
 
 
 class SinceUse(BaseModel):

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefillcli.errors import counted as counted
-from prefillcli.rows.output.columns import LENGTH_EDGES
+from prefillcli.rows.output.tallies import LENGTH_EDGES
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:

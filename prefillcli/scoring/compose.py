@@ -45,7 +45,8 @@ from prefillcli.reading.exits import learning
 from prefillcli.reading.exits.exits import Exits
 from prefillcli.report.run import RunReport, weights_section
 from prefillcli.report.section import Section
-from prefillcli.rows.output.columns import Group, OutputSchema
+from prefillcli.rows.output.columns import Group
+from prefillcli.rows.output.schema import OutputSchema
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from prefillcli.prompts.questions import Question
 from prefillcli.reading.compress.compressor import compressor_of, inspected
 from prefillcli.reading.exits.policy import inspected_policies
 from prefillcli.report.section import Part, Section
-from prefillcli.rows.output.columns import shown_ids
+from prefillcli.rows.output.tallies import shown_ids
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window, joined_row, unasked
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress

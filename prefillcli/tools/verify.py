@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError, counted
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import ROW_COLUMN, Counts, typed_column
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.schema import typed_column
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import MEASURE, CsvFormat, Job, Manifest, Published, Target, rows_of_input
 from prefillcli.rows.records import ErrorCode
 from prefillcli.rows.values import as_json, plain_texts, to_python

@@ -29,8 +29,8 @@ from prefillcli.reading.exits import judging as exit_judging
 from prefillcli.reading.exits import learning as exit_learning
 from prefillcli.reading.exits.learning import JobExits
 from prefillcli.reading.exits.policy import ExitPolicy
-from prefillcli.rows.output.columns import AuditedExits, Counts
 from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.output.tallies import AuditedExits, Counts
 from prefillcli.rows.proof import sealed_text
 from prefillcli.tools.merge import merge_job
 from tests.jobs import jobs

@@ -19,7 +19,7 @@ from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
 from prefillcli.scoring import loop
 from prefillcli.scoring.loop import Finished, FollowUpWork

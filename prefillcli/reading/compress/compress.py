@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.reading.compress.compressor import Compressor
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.records import Prompt, Window
 
 # The options whose values are always in the digest of compression, in this order.

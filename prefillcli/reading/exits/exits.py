@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefillcli.reading.exits.learning import JobExits
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
     from prefillcli.rows.records import Prompt, ScoredRow
 

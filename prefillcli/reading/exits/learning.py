@@ -62,8 +62,8 @@ from prefillcli.report.section import (
     round_ticks,
     visible,
 )
-from prefillcli.rows.output.columns import TO_THE_END, AuditedExits, Counts, LayerRows
 from prefillcli.rows.output.store import write_sealed
+from prefillcli.rows.output.tallies import TO_THE_END, AuditedExits, Counts, LayerRows
 from prefillcli.rows.records import BEFORE, FIRST, Prompt, ScoredRow, joined_row
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import step

@@ -34,9 +34,11 @@ from prefillcli.errors import (
 from prefillcli.rows.filesystems import WORK_ENDING, split_path, writing
 from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard, parts, store
-from prefillcli.rows.output.columns import ROW, Counts, OutputSchema, Probabilities, ResultRows, kinds_of
+from prefillcli.rows.output.columns import ROW, Probabilities, ResultRows
 from prefillcli.rows.output.parts import PartIndex, PartInfo, RowDigests, WindowRows
+from prefillcli.rows.output.schema import OutputSchema, kinds_of
 from prefillcli.rows.output.store import Heartbeat, LocalStore, Lock, Store, make_folder, open_store, walk_folder
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
 from prefillcli.rows.proof import JOB_KEY, Digesting
 from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window, is_error

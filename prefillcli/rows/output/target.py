@@ -34,8 +34,9 @@ from prefillcli.rows.input.delimited import Delimited
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
 from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns, answers_of
-from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
+from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN
 from prefillcli.rows.output.store import Store, open_store, requesting
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
 from prefillcli.rows.records import BadLine
 from prefillcli.rows.values import as_json, encode_json, plain_texts, text_of

@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 from prefillcli.reading.exits.learning import ExitUse, UsedExit, exit_lines, gain_plot, section
 from prefillcli.reading.exits.policy import GainPoint, JudgedLabel
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
-from prefillcli.rows.output.columns import AuditedExits, Counts, LayerRows
+from prefillcli.rows.output.tallies import AuditedExits, Counts, LayerRows
 from prefillcli.scoring.compose import sections_of
 from tests.unit.report.test_metrics import metrics
 from tests.unit.report.test_run_page import HOSTILE, Page, assert_fetches_nothing

@@ -12,7 +12,7 @@ import pytest
 
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
 from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, score_plot
-from prefillcli.rows.output.columns import Counts
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.stats.flips import audit_of
 from tests.unit.report.browser import CHROMIUM, browser
 

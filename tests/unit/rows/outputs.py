@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.plan.behind import LabelSet
-from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.target import Job
 from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.rows.output.answers import AnswerColumns, answers_of, described
-from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import ANSWERS, Target
 from prefillcli.rows.records import ScoredRow, joined_row
 from prefillcli.stats.labels import label_probabilities
