@@ -37,7 +37,7 @@ from prefillcli.rows.filesystems import (
 )
 from prefillcli.rows.input.discovery import CODECS, KINDS, discover, would_find
 from prefillcli.rows.output import FILE_ENDINGS, Shard
-from prefillcli.rows.output.sink import shards_beside
+from prefillcli.rows.output.shards import shards_beside
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.proof import ModelContents, is_model_file
 

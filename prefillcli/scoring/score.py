@@ -19,7 +19,9 @@ from prefillcli.forecast.profile import Profile, find_profile
 from prefillcli.options.commands import PIPE, ScoreSettings
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
-from prefillcli.rows.output.sink import ShardSink, Sink, plan_of, refuse_known
+from prefillcli.rows.output.resumption import plan_of, refuse_known
+from prefillcli.rows.output.shards import ShardSink
+from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step

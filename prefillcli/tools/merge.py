@@ -11,7 +11,7 @@ from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
-from prefillcli.rows.output.sink import JoinedShards
+from prefillcli.rows.output.shards import JoinedShards
 from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log

@@ -15,7 +15,7 @@ from prefillcli.core.condition import LimitedCondition, RowCondition, row_values
 from prefillcli.core.further import RowSelection
 from prefillcli.rows.output.columns import COLUMNS, Group, ResultRows
 from prefillcli.rows.output.schema import OutputSchema
-from prefillcli.rows.output.sink import of_schema, to_schema
+from prefillcli.rows.output.shards import of_schema, to_schema
 from tests.unit.rows.outputs import LABELS, finished, make_window, open_sink, read, scored
 
 
