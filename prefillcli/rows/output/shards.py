@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ from prefillcli.errors import (
 from prefillcli.rows.filesystems import WORK_ENDING, split_path
 from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard, parts, store
-from prefillcli.rows.output.columns import ROW, Group
+from prefillcli.rows.output.columns import ROW
 from prefillcli.rows.output.parts import PartIndex
 from prefillcli.rows.output.publication import commit, recover_publication
 from prefillcli.rows.output.resumption import find_resumable, is_merged, proven_parts
