@@ -102,6 +102,7 @@ def test_the_same_rows_are_chosen_as_of_parquet(model: Path, choice: dict[str, i
     assert without_seconds("in.csv.parquet") == without_seconds("in.parquet.parquet")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ["in.parquet", "in.jsonl", "in.csv"])
 @pytest.mark.parametrize("name", ["o.csv", "o.tsv"])
 def test_a_csv_output_holds_the_values_of_a_parquet_output(model: Path, source: str, name: str) -> None:

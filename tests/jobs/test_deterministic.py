@@ -133,6 +133,7 @@ def wanted(judge: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
         return bits_of(read_output("out.parquet"))
 
 
+@pytest.mark.sampled(2)
 @each_way
 def test_rows_have_the_same_bits(judge: Path, wanted: dict[str, bytes], way: str) -> None:
     write_rows(np.arange(len(prompts())))

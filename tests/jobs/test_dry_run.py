@@ -73,6 +73,7 @@ JOBS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_dry_run_plans_what_the_run_computes(job: str, model: Path) -> None:
     prompts, flags = JOBS[job]

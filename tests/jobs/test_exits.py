@@ -625,6 +625,7 @@ def test_how_several_questions_are_computed_changes_no_exit(
     assert_same_answers(read_output("out.jsonl"), read_output(several / "out.jsonl"))
 
 
+@pytest.mark.nightly
 def test_a_stopped_job_with_several_questions_goes_on_and_another_night_takes_its_profile(
     several: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,5 +185,6 @@ def test_per_answer_all_promises_together_are_broken_in_five_percent_at_most(row
     assert count <= MOST_BROKEN
 
 
+@pytest.mark.nightly
 def test_the_risk_is_used_and_not_only_kept() -> None:
     assert broken(RATES["every floor just breaks it"], 1200) >= DRAWS * RISK / 2

@@ -28,6 +28,7 @@ def wanted(variant: str) -> torch.Tensor:
     return eager(model_of(variant), mixed())
 
 
+@pytest.mark.sampled(3)
 @every_variant
 def test_logits_equal_the_eager_forward(variant: str) -> None:
     """In one pack, and in packs that hold a prefix."""

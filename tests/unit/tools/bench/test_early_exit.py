@@ -27,6 +27,7 @@ def compared(limit: int, **given: object) -> WorkloadResult:
     return workload
 
 
+@pytest.mark.nightly
 def test_exits_are_learnt_on_some_rows_and_compared_on_the_others() -> None:
     workload = compared(400, exit_rows=200, method=("early-exit",), rounds=0)
     walk, early = workload.methods
