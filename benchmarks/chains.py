@@ -32,9 +32,10 @@ from prefillcli.models.find import read_model_files
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits import judging
+from prefillcli.reading.exits import proof
 from prefillcli.reading.exits.first import readers_of, readings_of
-from prefillcli.reading.exits.judging import (
+from prefillcli.reading.exits.policy import ExitPolicy, Probe
+from prefillcli.reading.exits.proof import (
     CalibrationRows,
     ExitCosts,
     calibrate_exits,
@@ -44,7 +45,6 @@ from prefillcli.reading.exits.judging import (
     observed_layers,
     work_of,
 )
-from prefillcli.reading.exits.policy import ExitPolicy, Probe
 from prefillcli.rows.records import BEFORE
 from prefillcli.scoring.opening import open_inputs
 from prefillcli.scoring.scorer import load_here, make_scorer
@@ -111,7 +111,7 @@ class Material:
             own, every = np.sort(order[:count]), self.readings[layer]
             readings = Readings(*(getattr(every, each.name)[own] for each in fields(Readings)))
             rows = CalibrationRows({layer: readings}, self.final[own], self.weights[own])
-            found = judging.candidate_of(rows, layer, 0)
+            found = proof.candidate_of(rows, layer, 0)
             shares = [f"{decided_in_hindsight(found, rows.truth, most):.0%}" for most in (0.01, 0.02, 0.05)]
             said.append(f"{count:,} rows {found.correlation:.2f}, {', '.join(shares)} at 1, 2, 5 %")
         return "; ".join(said)
@@ -119,9 +119,9 @@ class Material:
     @contextmanager
     def fitted_once(self) -> Iterator[None]:
         """Within it, each layer's probe is fitted once for all chains and bounds: the half of the rows is the same."""
-        fit, found = judging.candidate_of, {}
+        fit, found = proof.candidate_of, {}
 
-        def once(rows: CalibrationRows, layer: int, seed: int) -> judging.Candidate:
+        def once(rows: CalibrationRows, layer: int, seed: int) -> proof.Candidate:
             if layer not in found:
                 numbers, every = rows.readings[layer].hidden[:, 0].astype(np.int64), self.readings[layer]
                 own = Readings(*(getattr(every, each.name)[numbers] for each in fields(Readings)))
@@ -129,16 +129,16 @@ class Material:
                 found[layer] = made._replace(probe=Known(made.probe.logits(every)))
             return found[layer]
 
-        with patch.object(judging, "candidate_of", once):
+        with patch.object(proof, "candidate_of", once):
             yield
 
 
-def decided_in_hindsight(found: judging.Candidate, truth: Int64Array, most: float) -> float:
+def decided_in_hindsight(found: proof.Candidate, truth: Int64Array, most: float) -> float:
     """The share of the rows that leave at the lowest levels at which at most so many of each answer's rows flip."""
     levels = []
     for label in np.unique(truth):
         own = truth == label
-        danger = np.sort(judging.endangered(found.reach[None, own], found.label[None, own] != label))[::-1]
+        danger = np.sort(proof.endangered(found.reach[None, own], found.label[None, own] != label))[::-1]
         levels.append(max(float(danger[int(most * len(danger))]), 0.0))  # the first flip too many
     others = [max(each for other, each in enumerate(levels) if other != label) for label in range(len(levels))]
     return float(np.mean(found.reach > np.asarray(others)[found.label]))

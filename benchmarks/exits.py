@@ -25,7 +25,7 @@ from prefillcli.core.scorer import ModelScorer
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits.judging import (
+from prefillcli.reading.exits.proof import (
     CalibrationRows,
     ExitCalibration,
     calibrate_exits,

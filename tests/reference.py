@@ -24,7 +24,7 @@ from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import as_typed, details_of
 from prefillcli.reading.compress.compressor import KeepChoice
 from prefillcli.reading.earlier import SinceUse
-from prefillcli.reading.exits.learning import ExitUse
+from prefillcli.reading.exits.report import ExitUse
 from prefillcli.report.run import SCHEMA_VERSION, RunReport
 
 ROOT = Path(__file__).parent.parent

@@ -8,10 +8,11 @@ from pydantic import BaseModel, Field
 
 from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
-from prefillcli.reading.exits.judging import place_of, rows_to_learn
-from prefillcli.reading.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
+from prefillcli.reading.exits.learning import CHECKED_ROWS
 from prefillcli.reading.exits.policy import ExitProfile, identity_of, require_same_job
+from prefillcli.reading.exits.proof import place_of, rows_to_learn
 from prefillcli.reading.exits.rare import rows_to_fit
+from prefillcli.reading.exits.report import ProvableFlips, provable_flips, provable_text
 from prefillcli.report.section import visible
 from prefillcli.runtime.clock import duration
 

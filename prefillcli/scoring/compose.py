@@ -41,7 +41,7 @@ from prefillcli.reading import earlier
 from prefillcli.reading.compress import compress
 from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.earlier import Earlier
-from prefillcli.reading.exits import learning
+from prefillcli.reading.exits import report as exit_report
 from prefillcli.reading.exits.exits import Exits
 from prefillcli.report.run import RunReport, weights_section
 from prefillcli.report.section import Section
@@ -222,7 +222,7 @@ def sections_of(report: RunReport) -> list[Section]:
     """Return the sections of a report, in the order in which terminal and page show them."""
     one: Sequence[Callable[[RunReport], Section | None]] = (
         *(rationale.section, earlier.section, gates.section, calibration.section, compress.section),
-        *(learning.section, estimate.section, review.section),
+        *(exit_report.section, estimate.section, review.section),
     )
     found = [likelihood.section(report), *questions.sections(report), evidence.section(report)]
     found += [section(report) for section in one]

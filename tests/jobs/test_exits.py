@@ -25,10 +25,11 @@ from prefillcli.errors import UsageError
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.reading.exits import judging as exit_judging
 from prefillcli.reading.exits import learning as exit_learning
-from prefillcli.reading.exits.learning import JobExits
+from prefillcli.reading.exits import proof as exit_proof
+from prefillcli.reading.exits.exits import Exits
 from prefillcli.reading.exits.policy import ExitPolicy
+from prefillcli.reading.exits.report import ExitUse, provable_flips, provable_text
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.tallies import AuditedExits, Counts
 from prefillcli.rows.proof import sealed_text
@@ -183,7 +184,7 @@ def test_a_stopped_job_goes_on_with_the_same_exits(
 ) -> None:
     stop_in_the_third_window(data, deep_model, monkeypatch)
     learnt = Path("out.jsonl.prefill/exits.json").read_bytes()
-    monkeypatch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+    monkeypatch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("they are learnt once"))
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
     profile = json.loads((exited / "out.exit.json").read_text())
@@ -325,7 +326,7 @@ def test_exits_that_drift_has_ended_stay_ended(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "prefillcli.reading.exits.learning.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
+            "prefillcli.reading.exits.exits.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
         )
         stop_in_the_third_window(data, deep_model, monkeypatch, audit=60)
     if learnt == "gone":
@@ -360,11 +361,18 @@ def job_with(sink: SimpleNamespace) -> Any:
     return SimpleNamespace(sink=sink)
 
 
+def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
+    """The exits of a job that has learnt these."""
+    exits = Exits(SimpleNamespace(exit_profile=None))
+    exits.policies, exits.use = policies, use
+    return exits
+
+
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
     sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"": audited}))
-    exits = JobExits({0: ExitPolicy(())}, exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
-    exits.watch(job_with(sink), window=4)
+    exits = at_work({0: ExitPolicy(())}, ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
+    exits.window_written(job_with(sink), window=4)
     assert not exits.policies
     assert exits.treatment({}, frozenset()) == PLAIN
     assert sink.plan["exits"]["ended"][""]["stopped_window"] == 5
@@ -373,16 +381,16 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flips_of", ["each", "all"])
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
-    use = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
+    use = ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
     few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
-    exits = JobExits({0: ExitPolicy(())}, use.model_copy())
-    exits.watch(job_with(few), window=4)
+    exits = at_work({0: ExitPolicy(())}, use.model_copy())
+    exits.window_written(job_with(few), window=4)
     assert (not exits.policies) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
     many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
-    exits = JobExits({0: ExitPolicy(())}, use.model_copy())
-    exits.watch(job_with(many), window=4)
+    exits = at_work({0: ExitPolicy(())}, use.model_copy())
+    exits.window_written(job_with(many), window=4)
     assert not exits.policies
     assert ("80 of 380 audited rows have flipped" in (exits.use.reason or "")) == (flips_of == "all")
 
@@ -466,7 +474,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.2}
     assert score(data, model=deep_model, **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    asked = exit_judging.rows_to_learn(0.2, classes=2)
+    asked = exit_proof.rows_to_learn(0.2, classes=2)
     assert asked < exits["calibration_rows"] <= ROWS / 2
     # With one flip, 20 % take 22 judged rows of an answer.
     assert min(each["judged"] for each in exits["classes"]) >= 22
@@ -483,7 +491,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     ],
 )
 def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, rows: int) -> None:
-    assert exit_judging.rows_for_rarest(np.array(counts), 0.01, most) == rows
+    assert exit_proof.rows_for_rarest(np.array(counts), 0.01, most) == rows
 
 
 def test_a_job_says_before_it_learns_what_its_rows_can_prove(
@@ -510,12 +518,12 @@ def test_a_job_says_before_it_learns_what_its_rows_can_prove(
 
 
 def test_no_row_can_prove_nothing_and_enough_rows_are_enough() -> None:
-    nothing = exit_learning.provable_flips(0, 0.01, 2)
+    nothing = provable_flips(0, 0.01, 2)
     assert (nothing.judged, nothing.max_flips) == (0, 1.0)
-    assert exit_learning.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
-    enough = exit_learning.provable_flips(1196, 0.01, 2)
-    assert enough.max_flips <= 0.01 < exit_learning.provable_flips(1195, 0.01, 2).max_flips
-    assert exit_learning.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
+    assert provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
+    enough = provable_flips(1196, 0.01, 2)
+    assert enough.max_flips <= 0.01 < provable_flips(1195, 0.01, 2).max_flips
+    assert provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
 
 
 def test_rows_with_longer_labels_leave_by_the_first_tokens_that_differ(deep_model: Path) -> None:
@@ -634,7 +642,7 @@ def test_a_stopped_job_with_several_questions_goes_on_and_another_night_takes_it
         patch.setattr(Sink, "finish", interrupted)
         assert score(data, "out.jsonl", model=deep_model, audit=60, **given)["status"] != "complete"
     with monkeypatch.context() as patch:
-        patch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+        patch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("they are learnt once"))
         assert score(data, "out.jsonl", model=deep_model, audit=60, resume=True, **given)["status"] == "complete"
     assert_same_answers(read_output("out.jsonl"), read_output(several / "out.jsonl"))
     night = given | {"exit_profile": several / "out.exit.json", "exit_rows": 40}
@@ -678,16 +686,16 @@ def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_m
 def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"calm": {"t": AuditedExits(200, 150, 2)}, "wild": {"t": AuditedExits(90, 80, 40)}}
     sink = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    own = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4)
+    own = ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4)
     use = own.model_copy(update={"questions": {"calm": own, "wild": own}})
-    exits = JobExits({0: ExitPolicy(()), 1: ExitPolicy(())}, use)
-    exits.watch(job_with(sink), window=4)
+    exits = at_work({0: ExitPolicy(()), 1: ExitPolicy(())}, use)
+    exits.window_written(job_with(sink), window=4)
     assert list(exits.policies) == [0]
     assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("calibrated", 5)
     assert "--exit: question wild: 40 of 90" in capsys.readouterr().err
     sink.counts.audited_exits = {"calm": audited["wild"]}
     exits.use.questions["wild"].status = "none"
-    exits.watch(job_with(sink), window=5)
+    exits.window_written(job_with(sink), window=5)
     assert not exits.policies
     assert (exits.use.status, exits.use.stopped_window) == ("stopped", 6)
     assert exits.use.reason == "no question has any left"
@@ -839,7 +847,7 @@ def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_pr
     given = {"first": shallow_model, "audit": 60, "exit": False}
     stop_in_the_third_window(data, deep_model, monkeypatch, **given)
     with monkeypatch.context() as patch:
-        patch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+        patch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("they are learnt once"))
         resumed = score(data, "out.jsonl", model=deep_model, resume=True, **EXITS | given)
     assert resumed["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(cascaded / "out.jsonl"))

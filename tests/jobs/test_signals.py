@@ -29,7 +29,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "tokenize": (Hold("prefillcli.prompts.builder:PromptBuilder._prompts", 2), ()),
     "plan": (Hold("prefillcli.scoring.loop:plan_requests"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
-    "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.exits"), ("--exit",)),
+    "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.learn"), ("--exit",)),
     "write": (Hold("prefillcli.rows.output.parts:write_part", 2), ()),
     "publish": (Hold("prefillcli.rows.output.sink:commit"), ()),
     "evaluate": (Hold("prefillcli.judging.evaluation:evaluate_output"), EVALUATE),

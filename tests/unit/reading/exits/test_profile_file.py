@@ -12,7 +12,6 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.errors import UsageError
-from prefillcli.reading.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
 from prefillcli.reading.exits.policy import (
     ExitFindings,
     ExitProfile,
@@ -21,6 +20,7 @@ from prefillcli.reading.exits.policy import (
     exit_profile_of,
     require_same_job,
 )
+from prefillcli.reading.exits.proof import CalibrationRows, calibrate_exits, recheck_exits
 from prefillcli.rows.proof import sealed_text
 from tests.unit.reading.exits.populations import LAYERS, population
 

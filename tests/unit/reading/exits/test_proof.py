@@ -13,7 +13,8 @@ from scipy.stats import binom, binomtest, hypergeom
 
 from prefillcli.engines.base import Readings
 from prefillcli.reading.exits import policy
-from prefillcli.reading.exits.judging import (
+from prefillcli.reading.exits.policy import ExitPolicy, policy_of
+from prefillcli.reading.exits.proof import (
     LEVELS,
     CalibrationRows,
     ExitCalibration,
@@ -27,7 +28,6 @@ from prefillcli.reading.exits.judging import (
     most_flips,
     work_of,
 )
-from prefillcli.reading.exits.policy import ExitPolicy, policy_of
 from tests.unit.reading.exits.populations import LAYERS, population
 
 RESAMPLINGS = 200
