@@ -16,17 +16,12 @@ from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.models.open import Opened, Small, dtype_name
 from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
+from prefillcli.reading.exits.findings import ALL_ROWS, ClassFinding, ExitFinding, ExitFindings, FlipsOf, TradePoint
 from prefillcli.reading.exits.policy import (
-    ALL_ROWS,
     KNOWS,
-    ClassFinding,
-    ExitFinding,
-    ExitFindings,
     ExitLayer,
     ExitPolicy,
-    FlipsOf,
     Probe,
-    TradePoint,
     fit_best,
     lead_of,
     margin_error,

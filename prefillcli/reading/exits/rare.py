@@ -32,12 +32,12 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from prefillcli.core.request import Tick
+from prefillcli.reading.exits.findings import ExitFindings
 from prefillcli.reading.exits.first import FirstReading, Reader, readings_of
 from prefillcli.reading.exits.full_rows import FullRows
 from prefillcli.reading.exits.learning import SEED, Lesson
 from prefillcli.reading.exits.policy import (
     AffineProbe,
-    ExitFindings,
     ExitLayer,
     ExitPolicy,
     ExitProfile,

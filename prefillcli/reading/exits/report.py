@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from prefillcli.errors import counted
-from prefillcli.reading.exits.policy import FlipsOf, GainPoint, JudgedLabel
+from prefillcli.reading.exits.findings import FlipsOf, GainPoint, JudgedLabel
 from prefillcli.report.run import RunReport
 from prefillcli.report.section import (
     Bar,

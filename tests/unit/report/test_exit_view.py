@@ -7,7 +7,7 @@ import json
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.reading.exits.policy import GainPoint, JudgedLabel
+from prefillcli.reading.exits.findings import GainPoint, JudgedLabel
 from prefillcli.reading.exits.report import ExitUse, UsedExit, exit_lines, gain_plot, section
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from prefillcli.rows.output.tallies import AuditedExits, Counts, LayerRows

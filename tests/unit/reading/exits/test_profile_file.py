@@ -12,8 +12,8 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.errors import UsageError
+from prefillcli.reading.exits.findings import ExitFindings
 from prefillcli.reading.exits.policy import (
-    ExitFindings,
     ExitProfile,
     LearntExits,
     exit_profile_at,
