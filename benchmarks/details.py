@@ -56,9 +56,10 @@ from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.trie import TokenArray, build_forest, forest_tokens, token_order
-from prefillcli.prompts.builder import EncoderBuilder, PromptSettings
+from prefillcli.prompts.builder import EncoderBuilder
 from prefillcli.prompts.labels import ClassLabels
 from prefillcli.prompts.questions import Label
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.report.section import mebibytes
 from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory

@@ -21,9 +21,10 @@ from prefillcli.models.weights import FORMATS as QUANTISED
 from prefillcli.models.weights import QuantisedFormat
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.plan import SCHEDULES
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.report.run import RunReport
 from prefillcli.rows.output import FORMATS
 from prefillcli.rows.records import ErrorCode

@@ -19,10 +19,11 @@ from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.requirements import compresses
 from prefillcli.plan.behind import LabelSet
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Encoder, Marks
 from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Label, Question
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE

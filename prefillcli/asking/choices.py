@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import NotLiteral
 from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
 from prefillcli.prompts.questions import Choice, Label
+from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.selection import require_columns
 from prefillcli.rows.values import brief_json

@@ -16,10 +16,11 @@ from prefillcli.asking.forms import ANSWER, Order, orders_of, text_of, with_answ
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RawPrompt
+from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE

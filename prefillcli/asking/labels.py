@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from prefillcli.core.asking import Asking
 from prefillcli.models.files import read_reranker
 from prefillcli.models.open import answer_labels, named_labels
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.labels import Labels, require_values
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.stats.labels import Measure
 

@@ -22,8 +22,9 @@ from prefillcli.models.open import label_names
 from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
-from prefillcli.prompts.builder import DOCUMENT_COLUMNS, INSTRUCTIONS, PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import INSTRUCTIONS, PromptBuilder
 from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.settings import DOCUMENT_COLUMNS, PromptSettings
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.output.answers import AnswerColumns, described

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.asking.labels import DOCUMENT, PAIR, QUERY
 from prefillcli.errors import UsageError
 from prefillcli.models.files import Reranker
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import ClassLabels, parse_labels
 from prefillcli.prompts.questions import Label
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.prompts.thinking import AS_USUAL
 from prefillcli.rows.records import ErrorCode, RowBatch, RowError

@@ -11,13 +11,7 @@ import numpy as np
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
-from prefillcli.prompts.builder import (
-    PromptBuilder,
-    PromptSettings,
-    not_in_vocabulary,
-    prompt_column,
-    text_error,
-)
+from prefillcli.prompts.builder import PromptBuilder, not_in_vocabulary, text_error
 from prefillcli.prompts.encoding import Encoder, NotLiteral, not_literal
 from prefillcli.prompts.labels import (
     Behind,
@@ -30,6 +24,7 @@ from prefillcli.prompts.labels import (
     tokens_behind,
 )
 from prefillcli.prompts.questions import Label, Likelihood
+from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.selection import DEFAULT_COLUMN, require_columns
 from prefillcli.rows.records import MAX_ROW_BYTES, ErrorCode, Prompt, RowBatch, RowError

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
-    from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+    from prefillcli.prompts.builder import PromptBuilder
     from prefillcli.prompts.labels import Labels
+    from prefillcli.prompts.settings import PromptSettings
     from prefillcli.prompts.templates import RowTemplate
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RowColumns, chat_choices
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import ClassLabels, Labels
+from prefillcli.prompts.settings import PromptSettings, RowColumns, chat_choices
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import Group, Probabilities

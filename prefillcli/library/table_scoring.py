@@ -17,7 +17,8 @@ from prefillcli.errors import Interrupted, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
-from prefillcli.prompts.builder import USUAL_COLUMNS, PromptBuilder
+from prefillcli.prompts.builder import PromptBuilder
+from prefillcli.prompts.settings import USUAL_COLUMNS
 from prefillcli.rows.input.source import TableRows
 from prefillcli.rows.output.columns import ResultRows
 from prefillcli.rows.output.parts import make_rows

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
-from prefillcli.prompts.builder import RowColumns
+from prefillcli.prompts.settings import RowColumns
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.runtime import log

@@ -20,9 +20,9 @@ from prefillcli.models.files import (
     refuse_code_elsewhere,
     sample_model,
 )
-from prefillcli.prompts.builder import RowColumns
 from prefillcli.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
 from prefillcli.prompts.questions import Question, typed
+from prefillcli.prompts.settings import RowColumns
 from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads

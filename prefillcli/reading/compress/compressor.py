@@ -17,8 +17,8 @@ from prefillcli.core.request import ReadPrompt, Request, Thinning, Tick, TokenRe
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
 from prefillcli.plan.pack import Limits
-from prefillcli.prompts.builder import RowColumns
 from prefillcli.prompts.encoding import spans_of
+from prefillcli.prompts.settings import RowColumns
 from prefillcli.reading.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
 from prefillcli.reading.compress.selection import (
     ENOUGH_ROWS,

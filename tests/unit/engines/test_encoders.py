@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.prompts.builder import fit_pair
 from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.fitting import fit_pair
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_parquet
 from tests.jobs.processes import Command, Hold, cut_small_windows
 from tests.unit.engines.encoder_models import FAMILIES, MAX_LENGTH, save_encoder
