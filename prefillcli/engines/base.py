@@ -22,7 +22,7 @@ from prefillcli.walk.continuations import Beginning, Continuation, DecodingRepor
 if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.weights import WeightsPlan
-    from prefillcli.walk.drafters import DraftModel
+    from prefillcli.walk.draft_model import DraftModel
     from prefillcli.walk.walk import Arithmetic, ThinningRule
 
 

@@ -475,7 +475,7 @@ def let_draft_guess(models: Models[Any]) -> None:
     settings: Any = models.settings
     if small is None or not getattr(settings, "speculates_by_draft", False):
         return
-    from prefillcli.walk.drafters import DraftModel
+    from prefillcli.walk.draft_model import DraftModel
     from prefillcli.walk.forest import UnsupportedModelError
 
     try:

@@ -9,7 +9,7 @@ from prefillcli.options.groups import DEFAULT_TEMPLATE
 from prefillcli.options.option import RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement, asks_more
 
-SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
+SpeculationName = Literal["off", "lookup", "retrieval", "draft", "hierarchy"]
 
 
 BY_DRAFT = ("draft", "hierarchy")  # ways to speculate that need a draft model

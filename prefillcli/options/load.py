@@ -299,7 +299,7 @@ class ScorerOptions(TypedDict, total=False):
     rationale_temperature: float
     rationale_seed: int
     evidence: bool
-    speculation: Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
+    speculation: Literal["off", "lookup", "retrieval", "draft", "hierarchy"]
     speculation_tokens: int
     retrieval_budget: int
     retrieval_chunk: int

@@ -83,9 +83,9 @@ def test_columns_of_json_lines_are_of_no_known_kind(model: Path, capsys: pytest.
     [
         ({"rationale": 8, "speculation": "draft"}, "--speculation draft needs --draft"),
         ({"rationale": 8, "speculation": "hierarchy", "draft": "self", "keep": 0.5}, "needs --draft"),
-        ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'suffix', 'retrieval', 'draft' or"),
+        ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'retrieval', 'draft' or"),
         ({"rationale": 8, "engine": "hf", "speculation": "retrieval"}, "the hf engine has no speculation"),
-        ({"rationale": 8, "engine": "vllm", "speculation": "suffix"}, "speculative_config"),
+        ({"rationale": 8, "engine": "vllm", "speculation": "retrieval"}, "speculative_config"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
