@@ -78,7 +78,7 @@ class Known(Probe):
 
 class Material:
     """The readings of all rows by layer, and the chains that are made of them: exits alone, each first model alone,
-    each with exits, and all together."""
+    and each with exits."""
 
     def __init__(self, case: str, first: Sequence[str], dtype: str) -> None:
         config, model = read_model_files(EXIT_CASES[case].model()).config, kept(case, "", dtype)
@@ -93,8 +93,6 @@ class Material:
             self.chains |= {called: (layer,), f"{called}, exits": (layer, *inside)}
             log(f"{called}: a token costs it {paid[layer] / in_full(self.depth):.1%} of the model's work")
             log(f"{called}: {self.known(layer)}")
-        if len(first) > 1:
-            self.chains |= {"all of --first": tuple(paid), "all of --first, exits": (*paid, *inside)}
         self.costs = replace(exit_costs(config), first=paid)
 
     def rows(self, chosen: Int64Array, layers: Sequence[int]) -> CalibrationRows:
@@ -233,7 +231,7 @@ def collected(case: str, first: str, dtype: str) -> Arrays:
     with TemporaryDirectory() as folder:
         flags: Arrays = {"inputs": [str(own.rows(Path(folder)))], "model": str(own.model()), "labels": own.labels}
         flags |= {"dtype": dtype, "chat": own.chat, "quiet": True, "output": f"{folder}/scores.parquet"}
-        flags |= {"first": [first]} if first else {"exit": True}
+        flags |= {"first": first} if first else {"exit": True}
         opening = open_inputs(load_settings(ScoreSettings, flags, environment={}))
         inputs = opening.inputs
         scorer = make_scorer(inputs, opening.parts)

@@ -121,8 +121,8 @@ class Opened:
     """The files of a model and the small ones beside it, checked; no weights. `max_length` is the longest prompt in
     tokens.
 
-    The small ones are a draft, or the first models of a cascade in their order. `threads` are those of this process,
-    if it computes itself.
+    The small ones are a draft, or the first model of a cascade and the model in smaller numbers. `threads` are those
+    of this process, if it computes itself.
     """
 
     files: ModelFiles
@@ -233,24 +233,18 @@ WORDS = "words"  # instead of a first model: its reading of a prompt are the wor
 
 
 def small_models(choice: Any) -> tuple[str, list[str]]:
-    """Return the option that names the small models to open beside the model, and their names: a draft, or first
-    models."""
+    """Return the option that names the small models to open beside the model, and their names: a draft, or a
+    first model."""
     if choice.uses_draft:
         return "draft", [choice.draft]
-    return "first", [name for name in getattr(choice, "first", ()) if name != WORDS]
+    first = getattr(choice, "first", None)
+    return "first", [first] if first not in (None, WORDS) else []
 
 
 def with_small(choice: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return the option that names the small models, as it is with other `names` for them."""
     option, before = small_models(choice)
-    if not before:
-        return {}
-    own = iter(names)
-    return (
-        {option: names[0]}
-        if option == "draft"
-        else {option: tuple(name if name == WORDS else next(own) for name in choice.first)}
-    )
+    return {option: names[0]} if before else {}
 
 
 _NARROW_COPIES = 2.25  # the model's weights, those that smaller numbers are made of, and these

@@ -345,14 +345,6 @@ FIRST_METHOD = Requirement(
 )
 
 
-def _names(value: object) -> object:
-    # A recipe or a program may give one name.
-    return (value,) if isinstance(value, str) else value
-
-
-FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
-
-
 class ExitOptions(Settings):
     """Early exits of rows, and the rule that allows them."""
 
@@ -361,12 +353,12 @@ class ExitOptions(Settings):
         "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
         EARLY_EXIT, changes="scores", needs="exits",
     )  # fmt: skip
-    first: FirstNames = option(
-        (),
+    first: str | None = option(
+        None,
         "A small model that reads every row first: a directory, a GGUF file, the name of a hub model, or words, which "
-        "needs no model. --model reads the rows whose answer it cannot foretell; --max-flips bounds how many answers "
-        "that flips. Several read one after the other what is still in doubt.",
-        EARLY_EXIT, changes="scores", metavar="MODEL|words", path="model", repeatable=True, needs="exits", off=(),
+        "needs no model. --model reads the rows whose answer it cannot predict; --max-flips bounds how many answers "
+        "that flips.",
+        EARLY_EXIT, changes="scores", metavar="MODEL|words", path="model", needs="exits",
     )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
@@ -412,8 +404,8 @@ class ExitOptions(Settings):
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The readers of rows before the model, in this order: first models, and the model in smaller numbers."""
-        return (*self.first, self.narrow) if self.narrow else self.first
+        """The readers of rows before the model, in this order: a first model, and the model in smaller numbers."""
+        return tuple(name for name in (self.first, self.narrow) if name)
 
     @property
     def narrow(self) -> Literal["int8", "fp8"] | None:
@@ -429,11 +421,6 @@ class ExitOptions(Settings):
         super().check()
         if self.rare_option is None:
             return
-        if len(self.first) > 1:
-            raise UsageError(
-                f"{self.rare_option} cannot be combined with a second --first: it is proven of one first model, in "
-                "place of a bound on flips\nleave one out"
-            )
         from prefillcli.prompts.labels import parse_labels
 
         if len(parse_labels(getattr(self, "labels", ""))) != 2:
@@ -456,10 +443,10 @@ class ExitProfileOptions(Settings):
 class ExitMethodOptions(Settings):
     """The learning of the methods that let rows leave."""
 
-    first: FirstNames = option(
-        (),
-        "A model that decides rows in the methods first and first-exit, as of prefill score --first; repeatable.",
-        BENCH, changes="scores", metavar="MODEL|words", path="model", repeatable=True, requires=FIRST_METHOD, off=(),
+    first: str | None = option(
+        None,
+        "The model that decides rows in the methods first and first-exit, as of prefill score --first.",
+        BENCH, changes="scores", metavar="MODEL|words", path="model", requires=FIRST_METHOD,
     )  # fmt: skip
     max_flips: float = option(
         0.01,

@@ -42,7 +42,7 @@ def in_full(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 def test_a_small_model_narrows_the_shares_of_a_file(data: Path, in_full: list[dict[str, Any]]) -> None:
-    given = {"model": sample_model(), "first": ["words", str(sample_draft())], "max_error_rate": 0.1}
+    given = {"model": sample_model(), "first": str(sample_draft()), "max_error_rate": 0.1}
     assert score(data, "out.jsonl", estimate=150, **given)["exit_code"] == 0
     rows = read_output("out.jsonl")
     assert len(rows) == 150
@@ -96,7 +96,7 @@ ASKED = {"same": ("{{ prompt }}", "Yes,No"), "other": ("{{ prompt }} Yes\nAnswer
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
 def test_each_question_has_the_shares_that_it_has_alone(data: Path, output: str) -> None:
-    given = {"model": sample_model(), "first": ["words", str(sample_draft())], "estimate": 60, "max_error_rate": 0.2}
+    given = {"model": sample_model(), "first": str(sample_draft()), "estimate": 60, "max_error_rate": 0.2}
     entries = [{"name": name, "template": text, "labels": labels.split(",")} for name, (text, labels) in ASKED.items()]
     Path("q.json").write_text(json.dumps({"questions": entries}))
     assert score(data, output, questions="q.json", **given)["exit_code"] == 0

@@ -34,6 +34,7 @@ from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.tallies import AuditedExits, Counts
 from prefillcli.rows.proof import sealed_text
 from prefillcli.tools.merge import merge_job
+from prefillcli.walk.narrow import int8_kernel
 from tests.jobs import jobs
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
 from tests.jobs.models import save_model
@@ -855,7 +856,7 @@ def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_pr
     assert score(data, "again.jsonl", model=deep_model, **EXITS | profile)["status"] == "complete"
     assert read_report("again.run.json")["exits"]["status"] == "reused"
     assert sum(row["method"] == "first" for row in read_output("again.jsonl")) > ROWS / 4
-    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": (), "exit": True})
+    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": None, "exit": True})
     assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
 
 
@@ -878,24 +879,26 @@ def test_rows_that_are_too_long_for_the_first_model_go_to_the_model(tmp_path: Pa
     assert all(row["prompt_tokens"] > 60 for row, _ in pairs[-64:])
 
 
-def test_several_first_models_read_in_turn(
-    data: Path, deep_model: Path, shallow_model: Path, tmp_path: Path, in_full: list[Any]
+@pytest.mark.skipif(int8_kernel() is None, reason="no kernel here: torch's products in int8 take minutes")
+def test_the_model_in_int8_reads_what_the_first_model_leaves(
+    data: Path, deep_model: Path, tmp_path: Path, in_full: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 0.4)  # a processor that is made for int8
     other = save_model(tmp_path / "other", layers=2, seed=11)  # knows nothing, so it is not asked
-    given = {"model": deep_model, "first": (str(other), "words", str(shallow_model)), "audit": 60, **FIRST}
+    given = {"model": deep_model, "first": str(other), "compute": "int8", "audit": 60, **FIRST}
     assert score(data, "out.jsonl", **given)["status"] == "complete"
     rows, exits = read_output("out.jsonl"), read_report("out.run.json")["exits"]
-    blind, words, shallow = exits["first"]
-    assert [each["layer"] for each in exits["first"]] == [-2, -1, 0]
-    assert (words["model"], words["read_tokens"], blind["rows"], blind["read_rows"]) == ("words", 0, 0, 0)
-    assert shallow["rows"] == sum(row["exit_layer"] == 0 for row in rows) > ROWS / 8
+    blind, narrow = exits["first"]
+    assert [each["layer"] for each in exits["first"]] == [-1, 0]
+    assert (narrow["model"], blind["rows"], blind["read_rows"]) == ("int8", 0, 0)
+    assert narrow["rows"] == sum(row["exit_layer"] == 0 for row in rows) > ROWS / 8
     for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
     again = given | {"exit_profile": "out.exit.json", "exit_rows": 40}
     assert score(data, "again.jsonl", **again)["status"] == "complete"
     assert {row["exit_layer"] for row in read_output("again.jsonl")} >= {0}
-    turned = score(data, "turned.jsonl", **again | {"first": ("words", str(shallow_model), str(other))})
+    turned = score(data, "turned.jsonl", **again | {"compute": None})
     assert (turned["exit_code"], "different prompt settings" in turned["error"]) == (2, True)
 
 
@@ -950,7 +953,6 @@ def test_recall_and_precision_of_the_first_label_hold(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"first": ("words", "words")}, "--recall cannot be combined with a second --first"),
         ({"labels": "n,t,o"}, "--recall: a row that does not have the first label must have the other one"),
     ],
 )

@@ -86,9 +86,8 @@ class Exits(Reading, Judge):
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
         hashed = {name: values.pop(name) for name in own}
-        first = hashed.pop("first", ())  # a model is identified by its contents, as a draft is
-        if first:
-            hashed["first"] = [name == WORDS for name in first]
+        if first := hashed.pop("first", None):  # a model is identified by its contents, as a draft is
+            hashed["first"] = first == WORDS
         for name in ("recall", "precision", "compute"):
             if hashed.get(name) is None:
                 hashed.pop(name, None)

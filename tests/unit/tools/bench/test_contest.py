@@ -112,7 +112,7 @@ def test_the_usual_methods_are_those_that_can_run(given: dict[str, object], name
 
 
 def test_a_method_is_the_settings_of_a_job() -> None:
-    settings = settings_with(first=("words",), seed=3, max_flips=0.05, method=tuple(METHODS))
+    settings = settings_with(first="words", seed=3, max_flips=0.05, method=tuple(METHODS))
     found = {name: score_settings(settings, name) for name in METHODS}
     assert {name: own.engine for name, own in found.items() if own.engine != "torch"} == {"hf": "hf", "vllm": "vllm"}
     drafts = {name: own.draft for name, own in found.items() if own.draft is not None}

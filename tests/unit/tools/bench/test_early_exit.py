@@ -52,7 +52,7 @@ def test_too_few_rows_leave_the_method_out_with_the_reason() -> None:
 def test_chains_of_first_readers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda form, *_: 0.4)  # a processor made for int8
     workload = compared(
-        400, exit_rows=200, method=("early-exit", "first", "first-exit", "int8"), first=(str(MODELS / "draft"),),
+        400, exit_rows=200, method=("early-exit", "first", "first-exit", "int8"), first=str(MODELS / "draft"),
         rounds=1,
     )  # fmt: skip
     walk, early, first, both, *int8 = workload.methods  # so small a model gains nothing by int8, which may be left out
