@@ -54,7 +54,7 @@ from prefillcli.models.shape import walk_flops
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan, make_plans
+from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray, build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import EncoderBuilder
 from prefillcli.prompts.labels import ClassLabels
@@ -85,7 +85,7 @@ def schedules() -> None:
     prompts = [prompts[row] for row in np.random.default_rng(0).permutation(len(prompts))]
     table = Table("packs of", "prefix cache", *SCHEDULES)
     for tokens, held in ((65_536, 0), (65_536, 10_000), (8_192, 3_000), (1, 3_000)):
-        plans = make_plans(prompts, [(name, Limits(tokens, 10**7, held_tokens=held)) for name in SCHEDULES])
+        plans = [make_plan(prompts, Limits(tokens, 10**7, held_tokens=held), name) for name in SCHEDULES]
         ratios = [f"{plan.computed_tokens / plan.unique_tokens:.2f}" for plan in plans]
         table.add_row(f"{tokens:,}", f"{held:,}", *ratios)
     Console(width=120).print(table)

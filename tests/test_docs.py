@@ -232,8 +232,8 @@ def test_the_manual_lists_the_formats_of_an_output() -> None:
     assert text.splitlines()[2:] == rows
 
 
-def test_every_schedule_is_documented() -> None:
-    text = (ROOT / "docs" / "score.md").read_text()
+def test_every_order_is_compared() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     for name in SCHEDULES:
         assert f"| `{name}` |" in text, name
 

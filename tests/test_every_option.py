@@ -47,7 +47,7 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
         "label_norm": "tokens", "label_end": ".", "temperature": 2.0, "model": MODEL, "trust_remote_code": True,
         "device": "cpu", "dtype": "float32", "head": "vocabulary", "threads": 1, "gguf_cache": "1GiB",
         "memory": "1GiB",
-        "pack_tokens": 512, "chunk_tokens": 64, "prefix_kv": "discard", "draft": DRAFT, "schedule": "fifo",
+        "pack_tokens": 512, "chunk_tokens": 64, "prefix_kv": "discard", "draft": DRAFT,
         "hidden": "device", "compile": True, "progress_interval": 5.0, "quiet": True, "debug": True,
         "log_format": "json", "run_id": "night", "workers": 2, "runner": "ray", "overwrite": True,
         "report": "o.json", "metrics_file": "o.prom", "max_error_rate": 0.5, "skip_empty": True,

@@ -428,7 +428,7 @@ def test_a_recipe_may_use_aliases() -> None:
         ({"memory": "9000000TiB"}, "must be less than 8EiB"),
         ({"engine_options": ["a=" + "[" * 500]}, "not valid YAML"),
         ({"temperature": "x" * 10_000}, "valid number"),
-        ({"schedule": "x" * 10_000}, "should be"),
+        ({"speculation": "x" * 10_000}, "should be"),
     ],
 )
 def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) -> None:

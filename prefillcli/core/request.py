@@ -125,7 +125,6 @@ class ReadPrompt:
 def plan_requests(
     questions: Sequence[Request],
     limits: Limits,
-    schedule: str = "prefix-tree",
     *,
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
@@ -136,12 +135,11 @@ def plan_requests(
     prefix.
     """
     if any(question.thinning is not None for question in questions):
-        return _joined(questions, limits, schedule)
+        return _joined(questions, limits)
     return make_plan(
         [question.tokens for question in questions],
         limits,
-        schedule,
-        [question.positions for question in questions],
+        positions=[question.positions for question in questions],
         variants=planned_variants(questions),
         labels=[each.prompt.labels for each in questions],
         carried=carried,
@@ -179,7 +177,6 @@ def answer_requests(
     engine: PlanEngine,
     questions: Sequence[Request],
     tick: Tick = lambda tokens: None,
-    schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
     """Return the engine's answer to each question; `tick` and `treatment` as in `Engine.answer`.
@@ -187,7 +184,7 @@ def answer_requests(
     Raises ResourceError if the engine cannot go on.
     """
     found: dict[int, Answer] = {}
-    plan = plan_requests(questions, engine.limits, schedule)
+    plan = plan_requests(questions, engine.limits)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
     for answers in engine.answer_all(plan.packs, lambda i: questions[i].prompt.labels, tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
@@ -202,7 +199,7 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan:
+def _joined(questions: Sequence[Request], limits: Limits) -> Plan:
     """Return the plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
     unique = behind = 0
@@ -212,8 +209,7 @@ def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan
         plan = make_plan(
             [question.tokens for question in some],
             own,
-            schedule,
-            [question.positions for question in some],
+            positions=[question.positions for question in some],
             variants=planned_variants(some),
             labels=[each.prompt.labels for each in some],
         )

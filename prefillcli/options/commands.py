@@ -37,7 +37,6 @@ from prefillcli.options.groups import (
     PriceOptions,
     PromptOptions,
     RunOptions,
-    ScheduledOptions,
     ShardName,
     WordList,
     WorkerOptions,
@@ -111,7 +110,7 @@ class ScoreSettings(
     LogOptions,
     RunOptions,
     PlacementOptions,
-    ScheduledOptions,
+    JobOptions,
 ):
     """All options of `prefill score`."""
 
@@ -309,7 +308,7 @@ class ProfileSettings(
     ProfileOptions,
     PriceOptions,
     MeasuringOptions,
-    ScheduledOptions,
+    JobOptions,
 ):
     """All options of `prefill profile`."""
 
@@ -350,7 +349,7 @@ class ProfileSettings(
         found = super().required()
         of_input: tuple[type[Settings], ...] = (PriceOptions, InputOptions, PromptOptions, DraftOptions, MemoryOptions)
         of_input += (ProfileOptions,)
-        names = dict.fromkeys(["schedule", *(name for kind in of_input for name in kind.model_fields)])
+        names = dict.fromkeys(name for kind in of_input for name in kind.model_fields)
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
         require(found, [name for name in names if name not in without], requirements.INPUT)
         return found
@@ -379,7 +378,7 @@ class BenchSettings(
     ExitMethodOptions,
     BenchOptions,
     MeasuringOptions,
-    ScheduledOptions,
+    JobOptions,
 ):
     """All options of `prefill bench`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import date
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -25,7 +25,6 @@ from prefillcli.options.option import (
     argument,
     option,
 )
-from prefillcli.plan import DEFAULT, SCHEDULES
 from prefillcli.prompts.lists import non_empty, split_list
 from prefillcli.rows.output import Shard
 from prefillcli.runtime.memory import parse_size
@@ -178,10 +177,6 @@ TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 WordList = Annotated[tuple[str, ...], BeforeValidator(split_repeated)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(count_or_auto)]
-if TYPE_CHECKING:
-    ScheduleName = str
-else:
-    ScheduleName = Literal[tuple(SCHEDULES)]
 DeviceName = Annotated[str, AfterValidator(_check_device)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 RowRange = Annotated[str, BeforeValidator(_check_rows)]
@@ -466,17 +461,6 @@ class JobOptions(LoadingOptions, PromptOptions, InputOptions):
     def take_encoder(self, model: object) -> None:
         """Accept that the model in this folder is an encoder. Raise UsageError where that has no meaning."""
         raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is not an encoder")
-
-
-class ScheduledOptions(JobOptions):
-    """Everything about many prompts, which are computed in some order."""
-
-    schedule: ScheduleName = option(
-        DEFAULT,
-        "Order in which rows are computed: by shared prefix, as they come, shortest first, or fewest uncached tokens "
-        "first.",
-        MEMORY, changes="speed",
-    )  # fmt: skip
 
 
 class RunOptions(Settings):

@@ -268,7 +268,6 @@ class ScorerOptions(TypedDict, total=False):
     pack_tokens: int | None
     chunk_tokens: int | None
     prefix_kv: Literal["auto", "discard", "keep", "offload"]
-    schedule: str
     weights: Literal["auto", "resident", "stream"]
     weights_memory: str | int | None
     hidden: Literal["auto", "device", "host"]

@@ -172,7 +172,7 @@ def survey(
         windows=costs.windows,
         unique_tokens=costs.unique_tokens,
         limits=costs.limits,
-        plans=costs.plans,
+        plan=costs.plan,
         keeps=costs.keeps,
         texts=costs.texts,
         seconds={

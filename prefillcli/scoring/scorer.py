@@ -74,7 +74,6 @@ def score(
     further = further_questions(inputs, parts, chosen)
     audit = inputs.settings.audit
     options = ScoringOptions(
-        schedule=inputs.settings.schedule,
         block_tokens=0 if rewritten else scorer.granularity.block_tokens,
         questions=scorer.requests if rewritten else None,
         audit=AuditDraw(audit, inputs.source.selection(), inputs.source.count()) if audit else None,

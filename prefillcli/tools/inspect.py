@@ -225,7 +225,7 @@ def _further(
 ) -> list[Section]:
     # The findings about a row with these names of labels, after further questions about it; it takes the answers.
     # Raises ResourceError if the engine cannot go on.
-    follow = FollowUpWork(window, [row], further, engine.limits, "prefix-tree")
+    follow = FollowUpWork(window, [row], further, engine.limits)
     for pack in follow.plan.packs:
         for answers in engine.answer(
             pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)

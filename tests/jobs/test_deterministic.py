@@ -107,9 +107,9 @@ def another(**more: Any) -> Callable[[Path], list[dict[str, Any]]]:
 
 
 WAYS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    "small packs, first come first served": another(pack_tokens=90, chunk_tokens=31, schedule="fifo", threads=2),
+    "small packs": another(pack_tokens=90, chunk_tokens=31, threads=2),
     "no prefix is kept": another(pack_tokens=200, prefix_kv="discard"),
-    "prefixes in host memory": another(pack_tokens=200, prefix_kv="offload", schedule="srjf"),
+    "prefixes in host memory": another(pack_tokens=200, prefix_kv="offload"),
     "two workers": another(pack_tokens=200, workers=2),
     "streamed weights": another(pack_tokens=400, weights="stream"),
     "a part of the rows": another(sample=17),

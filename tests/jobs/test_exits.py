@@ -197,7 +197,7 @@ def test_a_stopped_job_goes_on_with_the_same_exits(
     "flags",
     [
         {"workers": 2},
-        {"weights": "stream", "schedule": "srjf", "pack_tokens": 400, "prefix_kv": "discard", "chunk_tokens": 64},
+        {"weights": "stream", "pack_tokens": 400, "prefix_kv": "discard", "chunk_tokens": 64},
     ],
     ids=["workers", "small packs, streamed"],
 )
@@ -625,7 +625,7 @@ def assert_same_answers(rows: list[dict[str, Any]], others: list[dict[str, Any]]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("flags", [{"workers": 2}, {"schedule": "srjf", "pack_tokens": 400, "chunk_tokens": 64}])
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"pack_tokens": 400, "chunk_tokens": 64}])
 def test_how_several_questions_are_computed_changes_no_exit(
     several: Path, data: Path, deep_model: Path, flags: dict[str, Any]
 ) -> None:

@@ -37,7 +37,6 @@ OWN_TYPES: dict[str, Any] = {
     "label_values": str | Sequence[float],
     "keep_columns": str | Sequence[str],
     "served_model_name": str | Sequence[str],
-    "schedule": str,
     "engine_options": Mapping[str, Any],
     "chat_option": Mapping[str, Any],
     "keep": float,

@@ -99,7 +99,7 @@ def assert_answered(rows: list[dict[str, Any]], eager: Eager) -> None:
     assert 0 < held < len(rows), "the condition must choose some rows, and leave others out"
 
 
-@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"pack_tokens": 64, "schedule": "fifo"}])
+@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"pack_tokens": 64}])
 def test_each_question_gets_the_answer_of_the_eager_forward(model: Path, eager: Eager, flags: dict[str, Any]) -> None:
     assert score(make_input(), model=model, questions="q.yaml", **flags)["exit_code"] == 0
     assert_answered(read_output("out.parquet"), eager)
@@ -193,7 +193,7 @@ def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
     schema = OutputSchema(labels=("a", "b"))
     further, limits = FurtherQuestions(RowSelection(schema), [Asker()]), Limits(100, 100)
     window = Window(0, np.array([3, 4]), [], {}, pa.table({}))
-    work = FollowUpWork(window, rows, further, limits, "prefix-tree")
+    work = FollowUpWork(window, rows, further, limits)
     error = RowError(ErrorCode.EXCEEDS_MEMORY, "why")
     assert work.fail(1, error) == Finished(errors={3: error})
     assert work.fail(2, error) == Finished()

@@ -499,7 +499,7 @@ def test_a_dry_run_plans_what_the_shard_computes(model: Path, monkeypatch: pytes
         done = score(path, dry_run=True, **options)
         assert done["exit_code"] == 0
         survey = read_report(f"out.shard-{number}-of-2.dry-run.json")["survey"]
-        (own,) = [plan for plan in survey["plans"] if plan["chosen"]]
+        own = survey["plan"]
         assert score(path, **options)["exit_code"] == 0
         report = read_report(f"out.shard-{number}-of-2.run.json")
         assert (own["computed_tokens"], own["packs"]) == (report["tokens"]["computed"], report["packs"])

@@ -108,7 +108,7 @@ class FullRows:
             rows = len({question.prompt.row for question in questions})
             log.info(f"{rows:,} rows are read in full first, {why}")
         step("reading rows in full")
-        plan = plan_requests(questions, self.engine.limits, self.run.settings.schedule)
+        plan = plan_requests(questions, self.engine.limits)
         exits = EarlyExits(observed=tuple(layers)) if layers else None
         treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
         found: dict[int, Answer] = {}
