@@ -282,10 +282,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Methods on made rows of the sample model: minutes
+# Methods on sample and made rows of the sample model: minutes
 bench: setup
 	$(BIN)/python -m benchmarks
-	$(BIN)/prefill bench --rows 100 --keep 0.2 --keep 0.1 -o out/bench.json
+	$(BIN)/prefill bench --limit 100 --keep 0.2 --keep 0.1 -o out/bench.json
 	$(BIN)/python -m benchmarks.made_workloads --workload post-recommendation --rows 100 -o out/made
 	$(BIN)/prefill bench out/made/post-recommendation.parquet --truth answer --limit 100 --keep 0.2 --keep 0.1 \
 		-o out/bench-posts.json

@@ -11,9 +11,9 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.needles import post_case, prompt
 from benchmarks.sample_text import CASES, ask
 from benchmarks.score_runs import SAMPLES
-from prefillcli.tools.bench.material import post_case, prompt
 from recipes.real_model import FOLDER, QWEN, joined_file, real_model, reviews
 from recipes.review_passages import write_nights, write_passages
 from recipes.review_rows import SHORT, many_shot

@@ -4,7 +4,7 @@
 
 Each way scores all rows and writes up to `--tokens` tokens after each row's answer: first once, for its texts and its
 memory, then in `--rounds` rounds in which the ways take turns. `plain` decodes without guesses, and the others are
-compared with it. Without INPUT the rows are needles, those of `prefill bench`. Progress goes to stderr, a table and
+compared with it. Without INPUT the rows are needles. Progress goes to stderr, a table and
 one line of JSON to stdout.
 """
 
@@ -29,6 +29,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
+from benchmarks.needles import make_needles
 from benchmarks.spread import Spread
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.models import Models
@@ -48,7 +49,6 @@ from prefillcli.scoring.loading import load_models
 from prefillcli.scoring.opening import open_inputs
 from prefillcli.stats.arrays import Float64Array, Int32Array
 from prefillcli.tools.bench.contest import interleaved, with_peak
-from prefillcli.tools.bench.material import make_needles
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
 from prefillcli.walk.draft_model import DraftModel

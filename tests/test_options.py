@@ -73,7 +73,6 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "FITS": ({}, {"accuracy": "0.9"}),
     "REVIEW_BELOW": ({"review_below": "0.9"}, {"review_below": None}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
-    "MADE_PROMPTS": ({}, {"inputs": ["x.parquet"]}),
     "ALL_ROWS": ({}, {"shard": "1/2"}),
     "DRIFT": ({"max_drift": "0.1"}, {"max_drift": None}),
     "RAY": ({"runner": "ray"}, {"runner": "local"}),
@@ -134,8 +133,6 @@ def told(command: str, option: str, unmet: str | None = None) -> Values:
     values = LEAST[command] | ({"draft": "d"} if option == "keep" else {})
     for required in COMMANDS[command].required()[option]:
         values |= TOLD[NAMES[id(required)]][0]
-    if (command, unmet) == ("bench", "RANDOM"):
-        values |= {"inputs": ["x.parquet"]}  # prompts are made at random
     return values if unmet is None else values | TOLD[unmet][1]
 
 
@@ -211,8 +208,8 @@ def load_with(environment: Mapping[str, str], command: str = "score") -> Setting
 
 
 def test_one_environment_and_one_recipe_serve_all_commands() -> None:
-    Path("job.yaml").write_text("row: 3\nworkload: needle\nfit_seconds: 9\nmax_error_rate: 0.1\nhtml: p.html\n")
-    environment = {"PREFILL_ROW": "3", "PREFILL_WORKLOAD": "needle", "PREFILL_MAX_ERROR_RATE": "0.1"}
+    Path("job.yaml").write_text("row: 3\nrounds: 2\nfit_seconds: 9\nmax_error_rate: 0.1\nhtml: p.html\n")
+    environment = {"PREFILL_ROW": "3", "PREFILL_ROUNDS": "2", "PREFILL_MAX_ERROR_RATE": "0.1"}
     for command in COMMANDS:
         load_with(environment, command)
         load_settings(COMMANDS[command], LEAST[command], recipe="job.yaml", environment={})

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.needles import TOPICS
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.tools.bench.material import TOPICS
 from training.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from training.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, TICKET_FILE, write_samples
 from training.respelled_draft import main as respelled_draft

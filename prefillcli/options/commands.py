@@ -370,7 +370,7 @@ class ProfileSettings(
         refuse_combinations(self)
 
 
-QUICK_ROWS = 60  # rows of INPUT that `prefill bench` compares by default
+QUICK_ROWS = 60  # rows that `prefill bench` compares by default
 
 
 class BenchSettings(
@@ -389,19 +389,14 @@ class BenchSettings(
     )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (),
-        "Parquet, JSONL or CSV: files, directories, globs or URLs. Without it: generated prompts.",
+        "Parquet, JSONL or CSV: files, directories, globs or URLs. Without it: sample rows.",
         changes="scores",
         path="rows",
     )
     seed: int = option(
         0,
-        "Seed for --sample, generated prompts and random selections.",
+        "Seed for --sample and random selections.",
         FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
-    )  # fmt: skip
-    workload: Literal["needle"] = option(
-        "needle",
-        "What to generate without INPUT: needle, questions about one line of a long history.",
-        BENCH, level="first", changes="rows",
     )  # fmt: skip
     method: WordList = option(
         (),
@@ -411,15 +406,6 @@ class BenchSettings(
         "vllm)",
         BENCH, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    rows: int = option(60, "Rows to generate without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2)
-    tokens: int | None = option(
-        None,
-        "Most tokens in a generated prompt. (default: 1000, with --full 4000)",
-        BENCH, level="first", changes="rows", metavar="N", ge=64,
-    )  # fmt: skip
-    scale: float = option(
-        1.0, "Multiplies --rows and --tokens.", BENCH, level="first", changes="rows", metavar="FACTOR", gt=0
-    )
     rounds: int = option(
         3,
         "Timed rounds after one warm-up round; 0: take the times of the warm-up.",
@@ -439,19 +425,14 @@ class BenchSettings(
     def with_defaults(self) -> BenchSettings:
         """Return these settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
-        if self.tokens is None:
-            left["tokens"] = 4000 if self.full else 1000
-        if self.inputs and self.limit is None and self.sample is None and not self.full:
+        if self.limit is None and self.sample is None and not self.full:
             left["limit"] = QUICK_ROWS
         return self.model_copy(update=left)
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_PROMPTS)
         for_input = (
-            "limit",
-            "sample",
             "csv_separator",
             "csv_quoting",
             "template",
@@ -462,10 +443,6 @@ class BenchSettings(
         )
         require(found, (*for_input, *AskOptions.model_fields), requirements.INPUT)
         return found
-
-    @property
-    def is_random(self) -> bool:
-        return not self.inputs or super().is_random
 
 
 # All options of `prefill doctor`.

@@ -91,12 +91,6 @@ NO_TEMPLATE = Requirement(
     lambda s: s.template is None, "has no effect beside --template, which makes the prompt", "drop --template"
 )
 INPUT = Requirement(lambda s: bool(s.inputs), "needs INPUT", "name a file", recipe_may_keep=True)
-MADE_PROMPTS = Requirement(
-    lambda s: not s.inputs,
-    "has no effect on rows of INPUT",
-    "choose rows with --limit or --sample",
-    recipe_may_keep=True,
-)
 ALL_ROWS = Requirement(
     lambda s: getattr(s, "shard", None) is None and not getattr(s, "dry_run", False),
     "needs all rows of a finished output: a shard has some of them, a dry run none",

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.errors import PrefillError, ResourceError, counted, require_known, without_secrets
-from prefillcli.models.files import sample_draft
+from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, require_known, without_secrets
+from prefillcli.models.files import sample_draft, sample_rows
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
 from prefillcli.rows.input.source import Source
@@ -20,7 +20,7 @@ from prefillcli.scoring.compose import for_requests
 from prefillcli.scoring.opening import Opening, local_models, require_shares
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
-from prefillcli.tools.bench.material import read_rows, with_made_rows
+from prefillcli.tools.bench.material import read_rows
 from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.tools.bench.report import BenchReport, WorkloadResult, bench_html
 
@@ -42,6 +42,9 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
     clock = Clock()
     if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
         settings = settings.model_copy(update={"draft": str(draft)})
+    sampled = not settings.inputs
+    if sampled and (rows := sample_rows()) is not None:
+        settings = settings.model_copy(update={"inputs": (str(rows),), "truth": "answer"})
     asked, settings = settings, settings.with_defaults()
     report = BenchReport.new(settings)
 
@@ -67,6 +70,8 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
             steps.begin("reading models and prompts")
             quick = quick_tokens if asked.limit is None and settings.limit is not None else None
             _run(settings, report, steps, stop, folder, quick)
+            if not settings.quiet:
+                print(f"\nnext: {_advice(settings, sampled=sampled)}", file=sys.stderr)
         report.status, report.exit_code = "complete", 0
     if not settings.quiet and report.output is not None:
         print(without_secrets(f"\nprefill: {report.output}, {report.page}"), file=sys.stderr)
@@ -85,14 +90,12 @@ def _run(
         without_learnt,
     )  # takes torch along
 
-    result = WorkloadResult(made=not settings.inputs)
+    result = WorkloadResult()
     models = open_models(settings)
     own = models[REFERENCE].inputs
     if own.opened.files.encoder:
         settings.take_encoder(own.opened.files.origin)
     require_shares(own.labels, "bench")
-    if result.made:
-        result.workload, settings = settings.workload, with_made_rows(settings, own, folder)
     jobs = open_jobs(settings, models, stop, folder)
     reference = next(job for job in jobs if job.method == REFERENCE)
     # Errors in the input are reported before the weights are loaded.
@@ -125,7 +128,6 @@ def _run(
     report.workloads.append(result)
     if not settings.quiet:
         print_section(stderr_console(WIDTH), result.in_short(report.machine, whole=settings.full))
-        print(f"\nnext: {_advice(settings, made=result.made)}", file=sys.stderr)
 
 
 def _check(settings: BenchSettings) -> None:
@@ -137,16 +139,16 @@ def _check(settings: BenchSettings) -> None:
         )
     require_json(settings.output)
     require_apart(settings)
-    if settings.inputs:
-        source = Source.open(settings.inputs, **settings.csv)
-        for_requests(settings, source.available, source.first)  # raises UsageError for typed questions
+    if not settings.inputs:
+        raise UsageError("no INPUT given, and the sample rows did not come with this installation\nname a file")
+    source = Source.open(settings.inputs, **settings.csv)
+    for_requests(settings, source.available, source.first)  # raises UsageError for typed questions
     for name in method_names(settings):
         asked = score_settings(settings, name)
         if asked.engine == "torch" and (name == REFERENCE or name in settings.method):
             asked.check()  # others that cannot run are left out later, with a note
         local_models(asked)
-        if settings.inputs:
-            Opening(asked, asked.keep_columns).open_source()
+        Opening(asked, asked.keep_columns).open_source()
 
 
 def _learning(jobs: list[MethodJob]) -> str:
@@ -169,9 +171,9 @@ def _machine(settings: BenchSettings, models: Inputs) -> dict[str, str | int]:
     }
 
 
-def _advice(settings: BenchSettings, *, made: bool) -> str:
+def _advice(settings: BenchSettings, *, sampled: bool) -> str:
     # The next command to run.
-    if made:
+    if sampled:
         models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"
         return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"
     if settings.draft is None:

@@ -95,7 +95,6 @@ class WorkloadResult(BaseModel):
     """All methods on a workload."""
 
     workload: str = ""
-    made: bool
     rows: int = 0
     answers: int = 0  # of which each row has as many as questions
     truth_rows: int = 0  # answers whose right ones are known
