@@ -292,7 +292,7 @@ bench: setup
 
 # The real model and the reviews. Takes an hour on two cores
 bench-reviews: setup-real
-	$(BIN)/python -m recipes.bench_reviews
+	$(BIN)/python -m benchmarks.bench_reviews
 
 # Forms of typed questions, on three real models and two labelled texts. Takes two hours on two cores
 bench-forms: setup-real
@@ -300,7 +300,7 @@ bench-forms: setup-real
 
 # A small draft for that model, in out/real/draft: minutes on one core
 distill-draft: setup-real
-	$(BIN)/python -m recipes.distill_draft
+	$(BIN)/python -m benchmarks.distill_draft
 
 # A night in an hour: a million rows, killed every few minutes, on a disk that fills once. Linux, as root: else begin it
 # with `unshare --map-root-user --mount`. For other sizes: python -m tests.soak --help

@@ -26,12 +26,12 @@ from transformers import AutoTokenizer
 
 import prefillcli
 from benchmarks.console import log
+from benchmarks.rated_texts import SOURCES, rated_texts
 from prefillcli.models.files import sample_model
 from prefillcli.stats.acceptance import lowest_floor
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
 from prefillcli.stats.evaluation import auc, correlation
 from prefillcli.stats.labels import label_mass, label_probabilities
-from recipes.rated_texts import SOURCES, rated_texts
 from recipes.real_model import FOLDER, GEMMA, QWEN, gguf_file, joined_file, reviews
 
 ROTATIONS = 4  # orders that options are asked in, each a quarter further

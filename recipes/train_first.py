@@ -11,6 +11,7 @@ no log-probabilities of the rows that left, and they teach nothing. Order and ba
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -29,7 +30,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.scoring.opening import Opening
-from recipes.distill_draft import cut_model, log, trainable, watch_attention
 
 HELD_BACK = 10  # one row in so many
 WARM_UP = 20  # steps
@@ -88,6 +88,38 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
     if not found:
         raise ValueError(f"{settings.output}: no row has the label log-probabilities of a full read")
     return opening, found
+
+
+def cut_model(model: PreTrainedModel, layers: int, attention: str = "sdpa") -> PreTrainedModel:
+    """The model's first `layers` layers with its embeddings, last norm and head, in float32; weights are copies.
+
+    Raises ValueError if the model has fewer layers.
+    """
+    config = copy.deepcopy(model.config)
+    if not 0 < layers <= config.num_hidden_layers:
+        raise ValueError(f"the model has {config.num_hidden_layers} layers, so {layers} of them cannot be kept")
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    small: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
+    given = model.state_dict()
+    small.load_state_dict({name: given[name].float() for name in small.state_dict()})
+    return small
+
+
+def trainable(model: PreTrainedModel, layers: int) -> list[torch.nn.Parameter]:
+    """The parameters of the last `layers` layers and of the norm behind them; all others are frozen."""
+    model.requires_grad_(False)
+    body: Any = model.base_model
+    own = [each for part in [*body.layers[-layers:], body.norm] for each in part.parameters()] if layers else []
+    for each in own:
+        each.requires_grad_(True)
+    return own
+
+
+def log(text: str) -> None:
+    """A progress line on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def batches(lessons: Sequence[Lesson], tokens: int, rng: Random) -> Iterator[list[Lesson]]:
@@ -155,7 +187,6 @@ def make_first(report: Path, output: Path, course: Course) -> float:
     """Write a first model for jobs like the one of `report`; returns the correlation on rows that were held back."""
     torch.manual_seed(course.seed)
     opening, lessons = read_lessons(report)
-    watch_attention()
     model = cut_model(
         AutoModelForCausalLM.from_pretrained(opening.inputs.settings.model, dtype=torch.float32), course.layers
     )

@@ -117,7 +117,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--texts", "--rows", "--rotated", "--only", "--table"}  # of python -m benchmarks.forms
     known |= {"--only", "--seconds"}  # of the GPU kit
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m training.train_sample_models
-    known |= {"--layers", "--train", "--epochs"}  # of python -m recipes.distill_draft and recipes.train_first
+    known |= {"--layers", "--train", "--epochs"}  # of python -m benchmarks.distill_draft and recipes.train_first
     known |= {"--tag", "--rm", "--read-only", "--network", "--build-arg"}  # of podman
     known |= {"--spec", "--out", "--corrections", "--emit-cases", "--state", "--choice"}  # of jev-table and typed-gguf
     # of python -m tests.soak

@@ -7,9 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.options.commands import ScoreSettings
-from recipes.real_model import Review
-from recipes.review_rationales import (
+from benchmarks.review_rationales import (
     EXAMPLES,
     LEAST,
     ROWS,
@@ -21,6 +19,8 @@ from recipes.review_rationales import (
     template,
     write_rows,
 )
+from prefillcli.options.commands import ScoreSettings
+from recipes.real_model import Review
 
 LONG = "It helped. " * (LEAST // 10)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks import review_rows
+from benchmarks.bench_reviews import RUNS, bench_command, table_lines
 from prefillcli.options.commands import BenchSettings
-from recipes import review_rows
-from recipes.bench_reviews import RUNS, bench_command, table_lines
 from recipes.real_model import Review
 
 COUNTS = {"Train": 300, "Test": 260}

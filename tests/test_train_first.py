@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from recipes.distill_draft import cut_model, watch_attention
-from recipes.train_first import Course, Lesson, answers_of, main, measure, read_lessons, train
+from recipes.train_first import Course, Lesson, answers_of, cut_model, main, measure, read_lessons, train
 from tests.jobs.jobs import score
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -42,7 +41,6 @@ def lessons(report: Path) -> list[Lesson]:
 
 @pytest.fixture(scope="module")
 def teacher() -> PreTrainedModel:
-    watch_attention()
     found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     return found
 

@@ -1,6 +1,6 @@
 """What it costs and gains that a model's own first layers pick the tokens, beside a draft: in processor time.
 
-    python -m recipes.own_layers out/real/shared.held.parquet --model out/real/model --draft out/real/draft \
+    python -m benchmarks.own_layers out/real/shared.held.parquet --model out/real/model --draft out/real/draft \
         --labels positive,negative --truth sentiment --limit 24 --keep 0.2,0.5
 
 Every method answers all rows in turn, `--rounds` times, on one thread of one process. Seconds are of the processor, so

@@ -1,6 +1,6 @@
 """What the scores of a real model are worth: SmolLM2-135M on the test file's reviews, asked in two ways.
 
-python -m recipes.evaluate_reviews [FOLDER]
+python -m benchmarks.evaluate_reviews [FOLDER]
 
 Before every review stand the same two examples of the training file, the first short one of each kind, which nobody
 chose. The model is asked for the sentiment, positive or negative, and whether the writer is content, Yes or No. The
