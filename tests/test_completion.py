@@ -33,7 +33,7 @@ def test_bash_completes_commands_options_and_their_values(environment: dict[str,
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
     assert done.stderr == ""
-    assert done.stdout.splitlines()[1:] == ["inspect", "--speculation --speculation-tokens", "lookup", "--rounds"]
+    assert done.stdout.splitlines()[1:] == ["inspect", "--speculation", "lookup", "--rounds"]
 
 
 @pytest.mark.skipif(not COMMAND.exists(), reason="the command is not installed beside this Python")
