@@ -157,7 +157,7 @@ def test_the_last_line_and_the_tables(model: Path) -> None:
         "31 to score of 32",
         "1 row with the whole prompt",
         "█",
-        "fifo",
+        "this job",
         "prefill profile",
         "unique",
     ):
