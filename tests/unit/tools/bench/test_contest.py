@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.flops import answer_flops
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
 from benchmarks.models import random_draft, random_llama
+from benchmarks.needles import make_needles
 from benchmarks.score_runs import SAMPLES
 from benchmarks.workloads import random_prompt
 from prefillcli.options.commands import BenchSettings
@@ -25,13 +26,14 @@ from prefillcli.rows.records import Prompt
 from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.tools.bench.report import BenchReport, WorkloadResult
+from tests.jobs.jobs import write_parquet
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 DROPPING = ("specprefill", "self-draft", "random", "bm25")
 
 
 def settings_with(**given: object) -> BenchSettings:
-    words = {"model": str(TARGET), "draft": str(DRAFT), "rows": 6, "tokens": 300, "keep": (0.3, 1.0), "quiet": True}
+    words = {"model": str(TARGET), "draft": str(DRAFT), "keep": (0.3, 1.0), "quiet": True}
     return BenchSettings.model_validate({"lookahead": 1, "keep_last": 16, "keep_private": False} | words | given)
 
 
@@ -39,7 +41,11 @@ def settings_with(**given: object) -> BenchSettings:
 def result(tmp_path_factory: pytest.TempPathFactory) -> WorkloadResult:
     """The sample pair, and six prompts about six readers."""
     output = tmp_path_factory.mktemp("bench") / "bench.json"
-    settings = settings_with(method=("hf", "full", *DROPPING), rounds=2, output=str(output))
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    prompts, answers = make_needles(rows=6, tokens=300, seed=0, count=lambda text: len(tokenizer(text)["input_ids"]))
+    inputs = str(write_parquet(output.with_name("needles.parquet"), prompt=prompts, answer=answers))
+    given = {"inputs": (inputs,), "truth": "answer", "output": str(output)}
+    settings = settings_with(method=("hf", "full", *DROPPING), rounds=2, **given)
     assert bench_job(settings)["exit_code"] == 0
     (found,) = BenchReport.model_validate_json(output.read_text(), strict=False).workloads
     return found
