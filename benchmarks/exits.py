@@ -61,10 +61,9 @@ def main(
 
 def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: int) -> dict[str, Any]:
     """What exits bring on one case, as a value for JSON."""
-    settings = ScoreSettings(
-        inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=case.chat,
-        quiet=True,
-    )  # fmt: skip
+    rows_of, model = str(case.rows(folder)), str(case.model())
+    given = {"inputs": (rows_of,), "model": model, "labels": case.labels, "dtype": dtype, "chat": case.chat}
+    settings = ScoreSettings.of(given | {"quiet": True})
     opening = open_inputs(settings)
     with opening.inputs.windows(opening.inputs.builder.close) as coming:
         prompts = next(coming).prompts

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         window, truths = read_rows(reference.inputs, settings, result)
         for each in models.values():
             loaded.callback(each.close)
-        jobs = load_jobs(jobs, settings.method, 0, result.notes)
+        jobs = load_jobs(jobs, settings.contest.method, 0, result.notes)
         log = lambda step: print(step, file=sys.stderr)  # noqa: E731
         compare(jobs, window, result, truths, rounds=rounds, begin=log, clock=time.process_time)
     print("\n".join([*table_lines(result), *result.notes]))

@@ -15,10 +15,11 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from prefillcli.errors import Interrupted, PrefillError, shown
-from prefillcli.options.commands import COMMANDS, PIPE
-from prefillcli.options.groups import ModelOptions
+from prefillcli.options.commands import COMMANDS
+from prefillcli.options.groups import PIPE
 from prefillcli.options.load import load_settings, settled_options
 from prefillcli.options.option import RUN, Settings, details_of, unescaped
+from prefillcli.options.settings import ModelSettings
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare
 from prefillcli.runtime.extras import quiet_imports
@@ -58,7 +59,7 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
 
 def is_long(settings: type[Settings]) -> bool:
     """Return whether a help page with all options would be too long to be read."""
-    return len(settings.model_fields) > MOST_OPTIONS
+    return len(settings.options()) > MOST_OPTIONS
 
 
 def _show_all(context: typer.Context, asked: bool | None) -> None:
@@ -69,14 +70,14 @@ def _show_all(context: typer.Context, asked: bool | None) -> None:
 
 
 def _argument(settings: type[Settings], name: str) -> inspect.Parameter:
-    field = settings.model_fields[name]
+    field = settings.options()[name]
     kind: Any = str if field.annotation is str else list[str]
     metavar = "INPUT" if name == "inputs" else name.upper()
     return _parameter(name, kind, typer.Argument(metavar=metavar, help=field.description))
 
 
 def _option(settings: type[Settings], name: str) -> inspect.Parameter:
-    field, details = settings.model_fields[name], details_of(settings, name)
+    field, details = settings.options()[name], details_of(settings, name)
     flag = "--" + name.replace("_", "-")
     kind: Any = field.annotation
     if kind is bool:
@@ -105,7 +106,7 @@ def _option(settings: type[Settings], name: str) -> inspect.Parameter:
 
 def option_help(settings: type[Settings], name: str) -> str:
     """Return the help text of an option, with its default."""
-    field = settings.model_fields[name]
+    field = settings.options()[name]
     help = field.description or ""
     if details_of(settings, name).text:
         help += r" \n is a line break, \t a tab."
@@ -148,7 +149,7 @@ class GroupedCommand(TyperCommand):
             name = flag.removeprefix("--").replace("-", "_")
             if name in self.settings.of_level("settled"):
                 ctx.fail(f"{word}: this setting has no flag, give --set {name}=VALUE")
-            others = [f"prefill {other}" for other, kind in COMMANDS.items() if name in kind.model_fields]
+            others = [f"prefill {other}" for other, kind in COMMANDS.items() if name in kind.options()]
             if others and flag not in own:
                 ctx.fail(f"{flag}: an option of {' and '.join(others)}, not of prefill {self.name}")
         return super().parse_args(ctx, args)
@@ -168,7 +169,7 @@ class GroupedCommand(TyperCommand):
                 rows.append((names, help.replace("-", _NO_BREAK)))
         settled = self.settings.of_level("settled")
         if left_out:
-            more = len(left_out & set(self.settings.model_fields))
+            more = len(left_out & set(self.settings.options()))
             all_options = f"prefill {self.name} --help-all".replace("-", _NO_BREAK)
             groups[f"{more} more options, and {len(settled)} settings"] = [(all_options, "")]
         elif settled:
@@ -268,8 +269,8 @@ def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, An
         summary = {"status": "failed", "exit_code": error.exit_code, "error": str(error)}
         piped = PIPE in ([flags["output"]] if flags.get("output") else flags.get("inputs") or ())
         finish(summary | ({"output": PIPE} if piped else {}))
-    if isinstance(settings, ModelOptions) and settings.computes_here:
-        prepare(settings.threads)
+    if isinstance(settings, ModelSettings) and settings.computes_here:
+        prepare(settings.lm.threads)
         prepare_allocator()
     return settings
 

@@ -68,7 +68,7 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
-    scored = pq.read_table(settings.output, columns=[f"logprob_{name}" for name in opening.inputs.labels.names])
+    scored = pq.read_table(settings.files.output, columns=[f"logprob_{name}" for name in opening.inputs.labels.names])
     answers = np.column_stack([column.to_numpy(zero_copy_only=False) for column in scored.columns]).astype(np.float32)
     answers -= answers.mean(axis=1, keepdims=True)
     found: list[Lesson] = []
@@ -86,7 +86,7 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
                     found.append(Lesson(torch.from_numpy(prompt.tokens).long(), torch.tensor(heads), answer))
     opening.inputs.builder.close()
     if not found:
-        raise ValueError(f"{settings.output}: no row has the label log-probabilities of a full read")
+        raise ValueError(f"{settings.files.output}: no row has the label log-probabilities of a full read")
     return opening, found
 
 
@@ -188,7 +188,7 @@ def make_first(report: Path, output: Path, course: Course) -> float:
     torch.manual_seed(course.seed)
     opening, lessons = read_lessons(report)
     model = cut_model(
-        AutoModelForCausalLM.from_pretrained(opening.inputs.settings.model, dtype=torch.float32), course.layers
+        AutoModelForCausalLM.from_pretrained(opening.inputs.settings.lm.model, dtype=torch.float32), course.layers
     )
     Random(course.seed).shuffle(lessons)
     held, taught = lessons[: len(lessons) // HELD_BACK], lessons[len(lessons) // HELD_BACK :]

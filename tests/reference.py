@@ -86,7 +86,7 @@ def reference() -> str:
             details = details_of(kind, name)
             negative = f"--{details.negative}" if details.negative else ""
             negative = negative or (
-                as_typed(kind, name, False) if kind.model_fields[name].annotation == bool | None else ""
+                as_typed(kind, name, False) if kind.options()[name].annotation == bool | None else ""
             )
             words = [as_typed(kind, name), negative, details.short]
             shown = ", ".join(f"`{word}`" for word in words if word)

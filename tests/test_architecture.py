@@ -99,7 +99,7 @@ OPTIONS_READ = {
     "prefillcli.prompts.questions",
     "prefillcli.rows.filesystems",
     "prefillcli.rows.output",
-    "prefillcli.engines.registry",
+    "prefillcli.options.engines",
     "prefillcli.plan",
     "prefillcli.runtime.extras",
     "prefillcli.runtime.memory",
@@ -114,7 +114,7 @@ def test_options_know_registries_only() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_changes(command: str) -> None:
-    for name in COMMANDS[command].model_fields:
+    for name in COMMANDS[command].options():
         assert details_of(COMMANDS[command], name).changes in get_args(Change), name
 
 
@@ -128,7 +128,7 @@ def test_the_digests_name_only_options_that_make_the_job() -> None:
 def test_the_command_line_has_the_options_of_its_settings(command: str) -> None:
     kind = COMMANDS[command]
     lines: Any = typer.main.get_command(cli.app)
-    has_flag = {*kind.model_fields, "recipe"} - {*kind.of_level("settled")}
+    has_flag = {*kind.options(), "recipe"} - {*kind.of_level("settled")}
     has_flag |= {"set"} if kind.of_level("settled") else set()
     has_flag |= {"help_all"} if is_long(kind) else set()
     assert {each.name for each in lines.commands[command].params} == has_flag
@@ -193,3 +193,15 @@ def test_what_can_be_added_has_a_room() -> None:
         named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", where)
         assert named, what
         assert all((PACKAGE / name).exists() for name in named), where
+
+
+def test_only_the_command_line_and_what_tells_of_options_asks_for_one_by_its_name() -> None:
+    """A part of a job takes its group of settings, whose types mypy checks."""
+    for module, path in MODULES.items():
+        if module.startswith(("prefillcli.options", "prefillcli.command_line")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg) and node.arg == "settings" and node.annotation is not None:
+                assert ast.unparse(node.annotation) != "Any", (module, node.lineno)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                assert not ast.unparse(node.args[0]).endswith("settings"), (module, node.lineno)

@@ -65,7 +65,7 @@ def test_every_option_is_in_the_help(command: str) -> None:
     kind = COMMANDS[command]
     short, flags = help_of(command, "--help")
     assert "-h" in re.split(r"[\s,]+", short)
-    if len(kind.model_fields) <= MOST_OPTIONS:
+    if len(kind.options()) <= MOST_OPTIONS:
         assert flags == options_of(command)
         return
     whole, all_flags = help_of(command, "--help-all")
@@ -200,7 +200,9 @@ def test_the_commands_of_a_page_are_taken_and_their_prompts_are_those_that_it_sh
         names = sorted(jinja2.meta.find_undeclared_variables(jinja.parse(shown)))
         values = {name: f"a {name} of\ntwo lines" for name in names}
         wanted = tokenizer(jinja.from_string(shown).render(values))["input_ids"]
-        made = PromptSettings(template=settings.template, max_length=10_000, vocab_size=len(tokenizer), chat=False)
+        made = PromptSettings(
+            template=settings.prompts.template, max_length=10_000, vocab_size=len(tokenizer), chat=False
+        )
         builder = PromptBuilder(tokenizer, made, names)
         (prompt,), _ = builder.build(
             batch_of(**{name: [value] for name, value in values.items()}),
@@ -245,7 +247,7 @@ def test_bench_names_its_options_methods_and_keys() -> None:
     for name in METHODS:
         assert f"| `{name}` |" in text, name
     for kind in (BenchReport, WorkloadResult, MethodResult):
-        for key in kind.model_fields:
+        for key in kind.options():
             assert f"`{key}`" in text, key
 
 

@@ -217,8 +217,8 @@ def open_job(command: str, settings: Any) -> None:
     """Do what the command does before torch is imported."""
     if command == "bench":
         check_bench(settings.with_defaults())
-    elif command in ("score", "inspect") or (command == "profile" and settings.inputs):
-        opening = Opening(settings, (getattr(settings, "id_column", None), *getattr(settings, "keep_columns", ())))
+    elif command in ("score", "inspect") or (command == "profile" and settings.input.inputs):
+        opening = Opening(settings, (settings.ids.id_column, *settings.files.keep_columns))
         opening.open_source()
 
 
@@ -228,12 +228,12 @@ def test_an_option_is_taken_and_its_job_begins(
 ) -> None:
     assert name in OPTIONS or (command, name) in OF_COMMAND, f"prefill {command} --{name} is new: add it above"
     value, beside = OF_COMMAND.get((command, name)) or OPTIONS[name]
-    known = COMMANDS[command].model_fields
+    known = COMMANDS[command].options()
     values = LEAST[command] | {key: own for key, own in beside.items() if key in known} | {name: value}
     if "template" in values or values.get("inputs") in ("requests.jsonl", None):  # these say what a prompt is
         values.pop("prompt_column", None)
     settings = given(command, words_of(command, values))
-    assert name in settings.model_fields_set
+    assert name in settings.given
     try:
         open_job(command, settings)
     except PrefillError as error:

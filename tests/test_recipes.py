@@ -31,7 +31,7 @@ NIGHTLY, CRONTAB, DAG = RECIPES / "prefill-nightly.sh", RECIPES / "crontab.examp
 ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40, "rationale": 400}
 # Recipes with a file of questions: how many these are.
 QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12, "triage": 3}
-OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--recipe"}
+OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.options()} | {"--recipe"}
 DAY = "2026-01-01"
 FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 

@@ -69,7 +69,7 @@ def test_the_page_has_the_text_and_the_sentences_with_the_largest_changes() -> N
 
 
 def test_score_knows_the_options_of_its_job() -> None:
-    known = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--no-chat"}
+    known = {"--" + name.replace("_", "-") for name in ScoreSettings.options()} | {"--no-chat"}
     given = {str(each) for each in flags(Path("prompt.j2")) if str(each).startswith("--")}
     assert given <= known
     assert {"--evidence", "--rationale"} <= given

@@ -18,6 +18,7 @@ from prefillcli.models.files import read_reranker
 from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.requirements import compresses
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Encoder, Marks
@@ -62,19 +63,19 @@ _PAIRS_ONLY: Mapping[str, Any] = {
 _MESSAGE = {"role", "content", "name"}
 
 
-def is_batch_file(settings: Any, available: Collection[str]) -> bool:
+def is_batch_file(settings: JobSettings, available: Collection[str]) -> bool:
     """Return whether rows with these columns are lines of a batch file, unless an option makes other prompts of
     them."""
     return {BATCH_ID, METHOD, URL, BODY} <= set(available) and not makes_prompts(settings)
 
 
-def require_batch_file(settings: Any, available: Collection[str]) -> None:
+def require_batch_file(settings: JobSettings, available: Collection[str]) -> None:
     """Raise UsageError if an option is for batch files, but rows with these columns are not from one."""
     if is_batch_file(settings, available) or is_request_file(settings, available):
         return
-    if getattr(settings, "served_model_name", ()):
+    if settings.requests.served_model_name:
         raise UsageError("--served-model-name is for batch files, and the input is not one\nleave it out")
-    if getattr(settings, "format", None):
+    if settings.requests.format:
         raise UsageError(
             f"--format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}, and are "
             "no requests with input or state, and questions\nleave it out, or name another file"
@@ -84,10 +85,10 @@ def require_batch_file(settings: Any, available: Collection[str]) -> None:
 SERVED = "--served-model-name lets it answer to other names"
 
 
-def served_names(settings: Any, opened: Opened) -> Sequence[str]:
+def served_names(settings: JobSettings, opened: Opened) -> Sequence[str]:
     """Return the names by which requests may ask for the model."""
-    model = str(settings.model or opened.files.origin)
-    return settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
+    model = str(settings.lm.model or opened.files.origin)
+    return settings.requests.served_model_name or (model, os.path.basename(model.rstrip("/")))
 
 
 class BatchAsking(LabelAsking):
@@ -95,11 +96,11 @@ class BatchAsking(LabelAsking):
 
     requests = (URL, BODY)
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         super().__init__(settings)
-        self._answers: bool = getattr(settings, "format", None) is not None
+        self._answers = settings.requests.format is not None
         self.carried = (URL, BODY) if self._answers else ()
-        if self._answers and settings.engine == "vllm":
+        if self._answers and settings.engine.engine == "vllm":
             raise UsageError(
                 "--format cannot be combined with --engine vllm: that engine is asked for chosen tokens, not for the "
                 "likeliest ones\ngive --engine torch or hf, or use vLLM's own `vllm run-batch`"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import NotLiteral
 from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
@@ -27,9 +28,13 @@ if TYPE_CHECKING:
 class ChoiceAsking(Asking):
     """The choices in a column of each row, after its prompt."""
 
+    def __init__(self, settings: JobSettings, column: str) -> None:
+        super().__init__(settings)
+        self.column = column
+
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
-        require_columns([self.settings.choices_column], available, "the input")
-        return template.columns if template else (prompt_column(self.settings.prompt_column, available),)
+        require_columns([self.column], available, "the input")
+        return template.columns if template else (prompt_column(self.settings.prompts.prompt_column, available),)
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
@@ -37,7 +42,7 @@ class ChoiceAsking(Asking):
                 "--choices-column: the model's classification head is read, which has its own classes\n"
                 "read the next token with --head vocabulary"
             )
-        return RowChoices(opened.tokenizer, self.settings, self.settings.choices_column)
+        return RowChoices(opened.tokenizer, self.settings, self.column)
 
     def builder(
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
@@ -51,11 +56,11 @@ class RowChoices(Labels):
 
     measure = Measure.CHOICES
 
-    def __init__(self, tokenizer: Any, settings: Any, column: str) -> None:
-        super().__init__(tokenizer, Choice(), norm=settings.label_norm, end=settings.label_end)
+    def __init__(self, tokenizer: Any, settings: JobSettings, column: str) -> None:
+        super().__init__(tokenizer, Choice(), norm=settings.answers.label_norm, end=settings.answers.label_end)
         self.columns = (column,)
-        self._literal = settings.literal
-        self._typed = not settings.literal
+        self._literal = settings.prompts.literal
+        self._typed = not settings.prompts.literal
 
     def is_positive(self, answer: Any) -> None:
         """Return None: a row has no positive choice."""

@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, served_names
+from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
 from prefillcli.asking.forms import ANSWER, Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
+from prefillcli.options.asking import BATCH_ID
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import Following, LabelError, Labels
@@ -38,7 +40,7 @@ KINDS: Mapping[str, Kind] = {DECISIONS: "openai", SYSTEM_ONE: "systemone"}
 DOCUMENT, QUESTION, ANSWERS = "document", "question", "answers"
 
 
-def kind_of_requests(settings: Any, available: Collection[str], first: Mapping[str, Any]) -> Kind | None:
+def kind_of_requests(settings: JobSettings, available: Collection[str], first: Mapping[str, Any]) -> Kind | None:
     """Return whose requests the rows with these columns are, by the `first` row; None if they are no requests for
     typed decisions."""
     if is_batch_file(settings, available):
@@ -49,10 +51,52 @@ def kind_of_requests(settings: Any, available: Collection[str], first: Mapping[s
     return "systemone" if "input" not in available or first.get("state") is not None else "openai"
 
 
+AnyJob = TypeVar("AnyJob", bound=JobSettings)
+
+
+def for_requests(settings: AnyJob, available: Sequence[str], first: Mapping[str, Any]) -> AnyJob:
+    """Return the settings for rows with the `available` columns, of which this is the `first`: if they are requests,
+    with the column of their ids, and if these ask typed questions, with the form of the answers. Raises UsageError for
+    options that do not fit them."""
+    require_batch_file(settings, available)
+    kind, in_lines = kind_of_requests(settings, available, first), is_batch_file(settings, available)
+    named = settings.ids.id_column if "ids" in settings.groups() else ""
+    ids = [name for name in ((BATCH_ID,) if in_lines else (BATCH_ID, "id")) if name in available]
+    found = settings
+    if (kind or in_lines) and named is None and ids:
+        found = found.with_options({"id_column": ids[0]})
+    if "requests" not in settings.groups():
+        if kind:
+            raise UsageError(
+                "the rows are requests with typed questions, which prefill score answers and prefill inspect shows\n"
+                "prefill score --dry-run tells what they take"
+            )
+        return found
+    if settings.requests.format and not kind and "files" not in settings.groups():
+        raise UsageError("--format: the rows are no requests with typed questions\nleave it out")
+    if settings.requests.format and in_lines and named not in (None, BATCH_ID):
+        raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
+    usual = kind or "openai"
+    if settings.requests.format not in (None, usual):
+        raise UsageError(
+            f"--format {settings.requests.format}: the first request has another form\ngive --format {usual}"
+        )
+    if kind and not settings.requests.format:
+        found = found.with_options({"format": kind})
+        try:
+            found.check()
+        except UsageError as error:
+            said = (
+                f"the rows ask typed questions, which is --format {kind} unless --prompt-column or --template is given"
+            )
+            raise UsageError(f"{said}\n{error}") from None
+    return found
+
+
 class DecisionAsking(Asking):
     """The questions that each row asks about its own document, as bodies of requests or as lines of a batch file."""
 
-    def __init__(self, settings: Any, available: Sequence[str]) -> None:
+    def __init__(self, settings: JobSettings, available: Sequence[str]) -> None:
         super().__init__(settings)
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
@@ -80,13 +124,13 @@ class DecisionAsking(Asking):
             self.columns(available, None),
             carried=self.carried,
             models=served_names(self.settings, inputs.opened),
-            orders=self.settings.orders,
+            orders=self.settings.asking.orders,
         )
 
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
         request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        return [with_answers(question, order) for question, order in _asked(request, self.settings.orders)]
+        return [with_answers(question, order) for question, order in _asked(request, self.settings.asking.orders)]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
@@ -104,7 +148,7 @@ class QuestionChoices(RowChoices):
 
     measure = Measure.DECISIONS
 
-    def __init__(self, tokenizer: Any, settings: Any, served: str) -> None:
+    def __init__(self, tokenizer: Any, settings: JobSettings, served: str) -> None:
         super().__init__(tokenizer, settings, ANSWERS)
         self.question = Question(answers=(Label("decision"),))
         self.served = served

@@ -172,7 +172,7 @@ def read_questions(
         raise UsageError(f"{shown}: it must be a mapping with the keys {', '.join(_Content.model_fields)}")
     if "questions" in loaded and not loaded["questions"]:
         raise UsageError(f"{shown}: questions is empty\nlist them below it, each with its name")
-    if "questions" not in loaded and set(loaded) <= set(ScoreSettings.model_fields) | {"input"}:
+    if "questions" not in loaded and set(loaded) <= set(ScoreSettings.options()) | {"input"}:
         raise UsageError(
             f"{shown}: it is a recipe, which has options, and no file of questions\ngive it with --recipe"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.asking.labels import DOCUMENT, PAIR, QUERY
 from prefillcli.errors import UsageError
 from prefillcli.models.files import Reranker
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import ClassLabels, parse_labels
@@ -135,7 +136,7 @@ def own_builder(
     found: Reranker,
     opened: Opened,
     made: PromptSettings,
-    settings: Any,
+    settings: JobSettings,
     available: Sequence[str],
     *,
     asked: bool,
@@ -187,12 +188,12 @@ def _say(said: set[str], text: str, tell: Callable[[str], None] = log.warning) -
         tell(text)
 
 
-def _compare(opened: Opened, own: RerankBuilder, settings: Any, said: set[str]) -> None:
+def _compare(opened: Opened, own: RerankBuilder, settings: JobSettings, said: set[str]) -> None:
     # Warn of a prompt that differs from the model's own, and name the place.
     what = f"{opened.files.origin} is a reranker by its files, with its own template"
-    template = None if settings.template is None else RowTemplate(settings.template)
+    template = None if settings.prompts.template is None else RowTemplate(settings.prompts.template)
     if template is None:
-        option = "--prompt-column" if "prompt_column" in settings.model_fields_set else "--chat"
+        option = "--prompt-column" if "prompt_column" in settings.given else "--chat"
         _say(said, f"{option}: {what} for the columns {QUERY} and {DOCUMENT}\nleave {option} out")
         return
     query, document = _PROBES[0]

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.options.settings import JobSettings
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,7 +29,7 @@ class Asking(ABC):
     carried: Sequence[str] = ()
     requests: Sequence[str] = ()
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
 
     @abstractmethod

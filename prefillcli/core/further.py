@@ -135,7 +135,7 @@ class FurtherQuestions:
         chosen: Callable[[], int] = lambda: 0,
     ) -> FurtherQuestions | None:
         """Return the questions of these follow-ups about the chosen rows of an output; None if there are none."""
-        choice = RowSelection(schema, condition, inputs.settings.temperature, inputs.probabilities)
+        choice = RowSelection(schema, condition, inputs.settings.answers.temperature, inputs.probabilities)
         askers = [asker for each in follow_ups if (asker := each.further(inputs, choice)) is not None]
         return cls(choice, askers, chosen) if askers else None
 

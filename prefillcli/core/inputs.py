@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import ClassLabels, Labels
-from prefillcli.prompts.settings import PromptSettings, RowColumns, chat_choices
+from prefillcli.prompts.settings import PromptSettings, RowColumns
 from prefillcli.prompts.templates import RowTemplate
+from prefillcli.prompts.thinking import ChatChoices
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import Group, Probabilities
 from prefillcli.rows.output.schema import OutputSchema
@@ -39,7 +41,7 @@ class Inputs:
     builder: PromptBuilder
     asking: Asking
 
-    def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
+    def __init__(self, settings: JobSettings, carried: Sequence[str | None] = ()) -> None:
         self.settings = settings
         self.groups: frozenset[Group] = frozenset()
         """The columns that the output has besides those of every output."""
@@ -65,7 +67,7 @@ class Inputs:
     def carried(self) -> list[str]:
         """Columns of the input that go to the output, including those that name its folders."""
         keys: Collection[str] = ()
-        if getattr(self.settings, "partition", False) and hasattr(self, "source"):
+        if self.settings.files.partition and hasattr(self, "source"):
             keys = self.source.partition_keys
         names = self._carried
         if ALL_COLUMNS in names and hasattr(self, "source") and ALL_COLUMNS not in self.source.available:
@@ -106,34 +108,36 @@ class Inputs:
     def prompt_settings(self) -> PromptSettings:
         """Return how rows become prompts, by the settings and the model."""
         settings, opened = self.settings, self.opened
-        files = opened.files
+        own, files = settings.prompts, opened.files
         variants = None if opened.variants is None else opened.variants.row_columns
         return PromptSettings(
-            prompt_column=settings.prompt_column,
-            template=settings.template,
-            chat=settings.chat,
-            system=settings.system,
-            choices=chat_choices(settings),
-            max_length=min(settings.max_length or opened.max_length, opened.max_length),
-            on_long=settings.on_long,
-            empty_text=settings.empty_text,
+            prompt_column=own.prompt_column,
+            template=own.template,
+            chat=own.chat,
+            system=own.system,
+            choices=ChatChoices(thinking=own.thinking, options=own.chat_option, answer_prefix=own.answer_prefix or ""),
+            max_length=min(own.max_length or opened.max_length, opened.max_length),
+            on_long=own.on_long,
+            empty_text=own.empty_text,
             vocab_size=files.config.vocab_size,
-            literal=settings.literal,
-            max_row_bytes=memory.parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
+            literal=own.literal,
+            max_row_bytes=memory.parse_size(settings.prompts.max_row_bytes)
+            if settings.prompts.max_row_bytes
+            else None,
             row_columns=tuple(filter(None, (self.row_columns, variants))),
             classifies=files.head is not None,
             label_columns=self.labels.columns,
             padding=None if files.head is None else files.head.padding,
             encoder=files.encoder,
-            pair_column=getattr(settings, "pair_column", None),
-            sections=bool(getattr(settings, "evidence", False)),
+            pair_column=settings.pairs.pair_column,
+            sections=settings.rationales.evidence,
         )
 
     def _tell(self, builder: PromptBuilder) -> None:
         # Log, once, how chats get to the answer.
         said = builder.way.said if builder.way else ""
-        if said and said != self._said and not getattr(self.settings, "quiet", False):
-            ends = "the model thinks first" if self.settings.thinking == "on" else "the answer comes next"
+        if said and said != self._said and not self.settings.run.quiet:
+            ends = "the model thinks first" if self.settings.prompts.thinking == "on" else "the answer comes next"
             log.info(f"{said}, so that {ends} (--thinking)")
         self._said = said
 
@@ -147,12 +151,12 @@ class Inputs:
     ) -> Prefetcher[Window]:
         """Return the windows of the rows, with those of the shard alone, made and changed ahead of the model in a
         thread. `cancel` is that of `Prefetcher`; the other arguments are those of `data.windows.windows`."""
-        shard = getattr(self.settings, "shard_of", None)
+        shard = self.settings.files.shard_of
         coming = windows(
             self.source,
             self.builder,
             self.labels,
-            id_column=getattr(self.settings, "id_column", None),
+            id_column=self.settings.ids.id_column,
             size=size,
             only=None if shard is None else ShardRows(shard, self.builder),
             **choice,
@@ -168,10 +172,10 @@ class Inputs:
 
     def schema(self) -> OutputSchema:
         """Return the columns of the output."""
-        truths = getattr(self.settings, "truth_columns", {})
+        truths = self.settings.truth_columns
         return OutputSchema(
             labels=self.labels.names,
-            id_name=self.settings.id_column,
+            id_name=self.settings.ids.id_column,
             carried=self.source.carried_schema,
             json_carried=self.source.kind == "jsonl",
             truth=truths.get(""),

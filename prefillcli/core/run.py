@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.scorer import ModelScorer
+from prefillcli.options.settings import JobSettings
 from prefillcli.report.run import RunReport, Tokens
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
@@ -25,7 +26,7 @@ class Run:
     profile: Measured | None = None
     """Predicts times, and sizes packs."""
 
-    def __init__(self, settings: Any, report: RunReport, output: str, clock: Clock, stop: Stop) -> None:
+    def __init__(self, settings: JobSettings, report: RunReport, output: str, clock: Clock, stop: Stop) -> None:
         self.settings = settings
         self.report = report
         """The report of the run; nothing is read back from it."""

@@ -277,7 +277,7 @@ class Evidence(FollowUp):
 
     def further(self, inputs: Inputs, choice: RowSelection) -> Weighing:
         labels = inputs.labels
-        return Weighing(Ablation(inputs.builder, labels), inputs.settings.temperature, labels.measure)
+        return Weighing(Ablation(inputs.builder, labels), inputs.settings.answers.temperature, labels.measure)
 
     def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         return None if row.scored.evidence is None else inspected(row.scored.evidence)

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.forecast.survey import Survey
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import seen_pairs
+from prefillcli.options.engines import ENGINES
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.rows.filesystems import MissingFileError, read_given
@@ -205,7 +206,9 @@ class Profile(BaseModel):
         return next((each for each in self.modes if each.mode == name), None)
 
 
-def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
+def find_profile(
+    settings: JobSettings, opened: Opened, digest: str | None = None
+) -> tuple[Profile | None, str, str | None]:
     """Find the profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and
     the reason if there is none.
 
@@ -213,9 +216,9 @@ def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tu
     `--profile`, `profile.json` in the working directory is used. Raises UsageError if the named file is missing or is
     no profile.
     """
-    path: str | None = settings.profile
+    path: str | None = settings.prediction.profile
     name = path or DEFAULT_PROFILE
-    if "forecast" not in ENGINES[settings.engine].can:
+    if "forecast" not in ENGINES[settings.engine.engine].can:
         return None, name, None
     if not path and not os.path.exists(name):
         return None, name, f"no {name} here; `prefill profile` with this model makes one"

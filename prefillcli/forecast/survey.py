@@ -18,6 +18,7 @@ from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import counted
 from prefillcli.followup.rationale import text_room
 from prefillcli.models.open import Opened
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan
@@ -258,7 +259,7 @@ class Costs:
 
     def __init__(
         self,
-        settings: Any,
+        settings: JobSettings,
         opened: Opened,
         names: Sequence[str],
         *,
@@ -268,19 +269,19 @@ class Costs:
     ) -> None:
         self.windows = self.unique_tokens = 0  # of the job's own plan
         self.errors: Counter[str] = Counter()  # rows that only planning finds to be errors, by code
-        budget = budget_of(settings, free)
+        budget = budget_of(settings.packs, free)
         tokens, texts_of = text_room(settings, opened, names)
-        plan = plan_packs(opened, settings, budget, profile, text_tokens=tokens, texts_of=texts_of)
+        plan = plan_packs(opened, settings.packs, budget, profile, text_tokens=tokens, texts_of=texts_of)
         self.texts: dict[str, Any] | None = plan.get(TEXTS)
         self._limits = Limits(**plan["limits"])
         self.limits = {
             "pack_tokens": self._limits.tokens,
             "max_tokens": self._limits.max_tokens,
-            "max_length": min(getattr(settings, "max_length", None) or opened.max_length, opened.max_length),
+            "max_length": min(settings.prompts.max_length or opened.max_length, opened.max_length),
             "chunk_tokens": plan["chunk_tokens"],
         }
         self._settings, self._profile = settings, profile
-        self._foresight = None if settings.draft is None else KeptTokens(settings, opened, budget)
+        self._foresight = None if settings.compression.draft is None else KeptTokens(settings, opened, budget)
         self._block_tokens = block_tokens if self._foresight is None else 0
         self.plan = Cost()
         self._carried: tuple[CarriedBlock, ...] = ()  # into the next window
@@ -316,5 +317,5 @@ class Costs:
             whole = plan.with_labels(lambda prompt: questions[prompt].prompt.labels)
             share = 1.0 if self._foresight is None else self._foresight.layers(questions)
             cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(whole)
-            if (rate := getattr(self._settings, "price_per_hour", None)) is not None:
+            if (rate := self._settings.price.price_per_hour) is not None:
                 cost.price = cost.seconds / 3600 * rate

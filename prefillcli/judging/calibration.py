@@ -20,6 +20,7 @@ from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.judging.truth import Mistakes
 from prefillcli.models.files import names_classifier, read_json, sample_model
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
 from prefillcli.rows.output.store import read_sealed
@@ -400,24 +401,24 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
     return calibration
 
 
-def check_calibration(settings: Any) -> None:
+def check_calibration(settings: JobSettings) -> None:
     """Raise UsageError, before a model is opened, where the labels and the file of `--calibration` certainly do not
     fit.
 
     A model with a classification head may bring its own labels.
     """
-    typed = [label.name for label in parse_labels(settings.labels, least=1)]
-    if settings.calibration is not None:
-        own = settings.head != "vocabulary" and not settings.labels_given and _may_classify(settings)
-        several = getattr(settings, "questions", None) is not None
-        read_calibration(settings.calibration, None if own or several else {"": typed})
+    typed = [label.name for label in parse_labels(settings.answers.labels, least=1)]
+    if settings.probabilities.calibration is not None:
+        own = settings.lm.head != "vocabulary" and not settings.answers.labels_given and _may_classify(settings)
+        several = settings.asking.questions is not None
+        read_calibration(settings.probabilities.calibration, None if own or several else {"": typed})
 
 
-def _may_classify(settings: Any) -> bool:
+def _may_classify(settings: JobSettings) -> bool:
     # Whether a model may have a classification head, as far as that is known before it is opened.
-    folder = Path(settings.model or sample_model()).expanduser()
-    if settings.head != "auto" or not folder.is_dir():
-        return settings.head != "auto" or not folder.exists()  # a name on the hub
+    folder = Path(settings.lm.model or sample_model()).expanduser()
+    if settings.lm.head != "auto" or not folder.is_dir():
+        return settings.lm.head != "auto" or not folder.exists()  # a name on the hub
     config = folder / "config.json"
     return config.is_file() and names_classifier(read_json(config))
 
@@ -454,25 +455,25 @@ def require_fitting(option: str, path: str, job: Mapping[str, str], fingerprint:
 OPTION = "--calibrate-with"
 
 
-def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
+def content_free_prompts(settings: JobSettings, inputs: Inputs) -> list[Prompt]:
     """Return the prompts of each text of `--calibrate-with`, as of a row; none without any.
 
     The text takes the place of the columns that hold text, among those that prompts are made of, or of those in
     `--calibrate-columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
     UsageError if that is not so, or if no prompt can be made.
     """
-    texts, builder, asked = settings.calibrate_with, inputs.builder, inputs.schema().asked
+    texts, builder, asked = settings.probabilities.calibrate_with, inputs.builder, inputs.schema().asked
     if not texts:
         return []
     used = {part: builder.of_part(part, inputs.labels)[0].columns for part in range(len(asked))}
     names = tuple(dict.fromkeys(name for own in used.values() for name in own))
-    what = "template" if inputs.settings.template is not None else "prompt"
-    for name in settings.calibrate_columns:
+    what = "template" if inputs.settings.prompts.template is not None else "prompt"
+    for name in settings.probabilities.calibrate_columns:
         if name not in names:
             listed = ", ".join(names) or "none"
             raise UsageError(f"--calibrate-columns {name}: the {what} has no such column\nit has: {listed}")
     columns = _first_rows(inputs, names)
-    content = set(settings.calibrate_columns or filter(lambda name: _is_content(columns[name]), names))
+    content = set(settings.probabilities.calibrate_columns or filter(lambda name: _is_content(columns[name]), names))
     for part, own in used.items():
         if content.isdisjoint(own):
             which = f"the prompt of the question {asked[part].name}" if asked[part].name else f"the {what}"
@@ -557,7 +558,7 @@ class Calibrating(Judge):
     """The probabilities of a job: from a file, or from prompts without content. Raises UsageError for options that are
     wrong whatever the input holds."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         self.calibrations: list[Calibration] = []
         check_calibration(settings)
@@ -567,9 +568,9 @@ class Calibrating(Judge):
         schema = inputs.schema()
         asked = {own.name: own for own in schema.questions or (schema,)}
         inputs.calibrated = tuple(asked)
-        if self.settings.calibration is not None:
+        if self.settings.probabilities.calibration is not None:
             labels = {name: own.labels for name, own in asked.items()}
-            found = read_calibration(self.settings.calibration, labels)
+            found = read_calibration(self.settings.probabilities.calibration, labels)
             if "orders" in asked[found.question].groups:
                 raise UsageError(
                     f"--calibration: the question {found.question} is asked in both orders, and a mean of two answers "
@@ -586,11 +587,12 @@ class Calibrating(Judge):
         """Raise UsageError for a calibration of another job."""
         for each in self.calibrations:
             if each.fitted_on is not None:
-                require_fitting("--calibration", self.settings.calibration, each.fitted_on.job, fingerprint)
+                path = self.settings.probabilities.calibration or ""
+                require_fitting("--calibration", path, each.fitted_on.job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
-        if self.settings.calibration is not None:
+        if self.settings.probabilities.calibration is not None:
             return
         inputs = scorer.inputs
         if CONTENT_FREE in scorer.earlier:
@@ -606,7 +608,7 @@ class Calibrating(Judge):
 
     def reported(self, run: Run, counts: Counts | None) -> None:
         uses = [each.use() for each in self.calibrations]
-        if self.settings.calibrate_with and any(each.question for each in uses):
+        if self.settings.probabilities.calibrate_with and any(each.question for each in uses):
             run.report.calibrations = uses
         else:
             run.report.calibration = next(iter(uses), None)

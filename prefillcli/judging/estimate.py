@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from prefillcli.core.roles import Judge
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
+from prefillcli.options.settings import JobSettings
 from prefillcli.reading.exits.first import readings_of
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, percent, percent_interval, visible
 from prefillcli.rows.records import Prompt
@@ -398,14 +399,14 @@ def _guesses(
         places = [[at for at, prompt in enumerate(prompts) if prompt.part == part] for part in range(len(finals))]
         return [[readings_of([each[at] for at in own]) for each in found] for own in places]
 
-    again = run.reopen(run.settings.model_copy(update={"sample": None}))  # the job's own has the drawn rows alone
+    again = run.reopen(run.settings.with_options({"sample": None}))  # the job's own has the drawn rows alone
     source, builder = again.source, again.new_builder()
     try:
         own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, labels)[0]]
         if not (labelled := read(own))[0]:
             return None
         guessers = [fit_guesser(each, final) for each, final in zip(labelled, finals, strict=True)]
-        if not run.settings.quiet:
+        if not run.settings.run.quiet:
             log.info(f"--estimate: {counted(source.count() - len(drawn), 'row')} more, by --first alone")
         step("reading the other rows")
         totals, others = [np.zeros(final.shape[1]) for final in finals], 0
@@ -483,13 +484,13 @@ def _cost(use: EstimateUse) -> str:
 class Estimating(Judge):
     """The estimate of a job, by the rows that it has read and the first models of its `exits`."""
 
-    def __init__(self, settings: Any, exits: Exits | None) -> None:
+    def __init__(self, settings: JobSettings, exits: Exits | None) -> None:
         self.settings = settings
         self._exits = exits
 
     def check(self, inputs: Inputs) -> None:
         labels = inputs.labels
-        if self.settings.estimate is None:
+        if self.settings.estimate.estimate is None:
             return
         if labels.measure is not Measure.SHARES or "openai" in inputs.groups:
             raise UsageError(
@@ -502,17 +503,17 @@ class Estimating(Judge):
     def finished(self, run: Run) -> None:
         """Make the estimate that `--estimate` asks for, once all rows are written, while the models are still
         loaded."""
-        if self.settings.estimate is not None:
+        if self.settings.estimate.estimate is not None:
             with run.clock.phase("evaluate"):
                 estimate(run, self._exits)
 
     def ended(self, run: Run) -> None:
-        if self.settings.estimate is None:
+        if self.settings.estimate.estimate is None:
             with run.clock.phase("evaluate"), run.stop.at_once():
                 estimate_audited(run)
         elif not is_known(run):  # an earlier attempt ended after its last row
             with run.scorer.loaded:
-                if self.settings.first:
+                if self.settings.exits.first:
                     run.load_models()
                 self.finished(run)
 

@@ -19,6 +19,7 @@ from prefillcli.core.roles import Judge
 from prefillcli.core.windows import find_prompts
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.judging.truth import Mistakes, answer_number, as_number, is_blank, tell_answers
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels
@@ -155,19 +156,19 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: Any, labels: Labels, schema: OutputSchema, truth: str) -> EvaluationPlan:
+    def of(cls, settings: JobSettings, labels: Labels, schema: OutputSchema, truth: str) -> EvaluationPlan:
         """Return the plan for answers in columns of this schema. Raises UsageError for options that the labels do not
         allow."""
         values, chosen = schema.measure is Measure.VALUES, schema.measure is Measure.CHOICES
-        if settings.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
+        if settings.evaluation.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
             what = "each row has its own choices" if chosen else f"there are {len(labels.labels)}"
             what += f" for question {schema.name}" if schema.name else ""
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
             truth,
             () if chosen else labels.with_absence,
-            settings.temperature,
-            settings.wanted_precision,
+            settings.answers.temperature,
+            settings.evaluation.wanted_precision,
             "calibrated" in schema.groups,
             "label_scores" in schema.groups or bool(schema.name),
             values,
@@ -324,7 +325,7 @@ def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvalu
     named = {_name(row) for row in rows}
     builder = inputs.new_builder()
     try:
-        id_column = inputs.settings.id_column
+        id_column = inputs.settings.ids.id_column
         prompts = find_prompts(inputs.source, builder, inputs.labels, named=named, id_column=id_column, part=part)
     finally:
         builder.close()
@@ -876,7 +877,7 @@ PLAN = "evaluation"  # the key of a shard's plan for the plan of its evaluation,
 class Evaluating(Judge):
     """The evaluation of a job against right answers in columns of the input."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
@@ -900,8 +901,8 @@ class Evaluating(Judge):
     def ended(self, run: Run) -> None:
         with run.clock.phase("evaluate"), run.stop.at_once():
             for number, plan in self._plans.items():
-                found = evaluate_output(run.sink.location, plan, self.settings.id_column)
-                found = with_texts(found, run.inputs, number) if self.settings.show_text else found
+                found = evaluate_output(run.sink.location, plan, self.settings.ids.id_column)
+                found = with_texts(found, run.inputs, number) if self.settings.evaluation.show_text else found
                 _report(run.report, plan.question, found)
 
     @classmethod

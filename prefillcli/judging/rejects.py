@@ -113,14 +113,14 @@ def is_rejects(path: str, start: bytes) -> bool:
 class Rejects(Judge):
     """The error rows of a job, in a file beside the scores."""
 
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def check_source(self, source: Source) -> None:
         """Raise UsageError unless error rows can be written, with all columns of the input."""
-        check_rejects(self.settings.rejects, source)
+        check_rejects(self.path, source)
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("write"), run.stop.at_once():
-            write_rejects(self.settings.rejects, run.inputs.source, run.sink)
-        run.report.rejects = self.settings.rejects
+            write_rejects(self.path, run.inputs.source, run.sink)
+        run.report.rejects = self.path

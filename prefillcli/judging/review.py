@@ -6,7 +6,7 @@ import codecs
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from prefillcli.errors import PrefillError, UsageError, counted
 from prefillcli.judging.calibration import require_fitting
 from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, is_blank, reason, shown_column
 from prefillcli.options.groups import split_names
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.questions import Question
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import split_path, written_path
@@ -165,19 +166,20 @@ class ReviewUse(BaseModel):
 class Reviewing(Judge):
     """Names the answers in doubt. Raises UsageError for floors or a path that are wrong whatever the input holds."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings, floors: str) -> None:
         self.settings = settings
-        self._told = False
-        self._floors, self._job = read_floors(settings.review_below)
-        if settings.review is not None and (format_of(settings.review) is None or settings.review.endswith("/")):
-            raise UsageError(f"unknown ending of {FILE_OPTION} {settings.review}\nuse {', '.join(FILE_ENDINGS)}")
+        self._told, self._given = False, floors
+        self._floors, self._job = read_floors(floors)
+        file = settings.review.review
+        if file is not None and (format_of(file) is None or file.endswith("/")):
+            raise UsageError(f"unknown ending of {FILE_OPTION} {file}\nuse {', '.join(FILE_ENDINGS)}")
 
     def check(self, inputs: Inputs) -> None:
         schema = inputs.schema()
         inputs.floors = floors_of(
             self._floors, {own.name or ANSWER: _answers(own) for own in schema.questions or (schema,)}
         )
-        if self.settings.review is not None:
+        if self.settings.review.review is not None:
             self._tell(inputs)
             own = {name for each in _reviewed(inputs) for name in each.names}
             for name in inputs.carried:
@@ -186,10 +188,11 @@ class Reviewing(Judge):
 
     def _tell(self, inputs: Inputs) -> None:
         # Warn once of a file that has no texts to read.
-        if not self._told and not set(inputs.carried) - {self.settings.id_column, *inputs.source.partition_keys}:
+        if not self._told and not set(inputs.carried) - {self.settings.ids.id_column, *inputs.source.partition_keys}:
             self._told = True
             log.warning(
-                f"{FILE_OPTION} {self.settings.review}: it will not have what the rows are about, only their ids\n"
+                f"{FILE_OPTION} {self.settings.review.review}: it will not have what the rows are about, only their "
+                "ids\n"
                 "name the columns that a person reads with --keep-columns"
             )
 
@@ -202,10 +205,10 @@ class Reviewing(Judge):
     def require_fitting(self, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for floors of another job."""
         if self._job is not None:
-            require_fitting(OPTION, self.settings.review_below, self._job, fingerprint)
+            require_fitting(OPTION, self._given, self._job, fingerprint)
 
     def ended(self, run: Run) -> None:
-        path = self.settings.review
+        path = self.settings.review.review
         with run.clock.phase("write"), run.stop.at_once():
             rows, questions, unanswered = 0, Counter[str](), 0
             for table in run.sink.tables([COLUMN, "error"]):
@@ -214,7 +217,7 @@ class Reviewing(Judge):
                 rows += pc.sum(pc.greater(pc.list_value_length(doubt), 0)).as_py() or 0
                 unanswered += len(table) - table["error"].null_count
             if path is not None:
-                folders = run.inputs.source.partition_keys if self.settings.partition else ()
+                folders = run.inputs.source.partition_keys if self.settings.files.partition else ()
                 write_review(path, run.sink, _reviewed(run.inputs), folders)
         run.report.review = ReviewUse(
             rows=rows, questions=dict(sorted(questions.items())), file=path, unanswered=unanswered
@@ -291,7 +294,7 @@ def _reviewed(inputs: Inputs) -> list[_Reviewed]:
     # The questions of a job, as a review file has them.
     schema = inputs.schema()
     pairs = zip(schema.questions or (schema,), inputs.labels.asked, strict=False)
-    return [_Reviewed(own, _asked(labels.question), inputs.settings.temperature) for own, labels in pairs]
+    return [_Reviewed(own, _asked(labels.question), inputs.settings.answers.temperature) for own, labels in pairs]
 
 
 def _asked(question: Question) -> str:

@@ -328,7 +328,7 @@ def score(
     with _a_text_is_a_path(given):
         settings = _settings_for(given, model, others, of_files)
         if isinstance(given, tuple):
-            Source.open(settings.inputs, **settings.csv)
+            Source.open(settings.input.inputs, **settings.input.csv)
     with Scorer(model, **others) as scorer:
         return scorer._score(given, progress, on_error, of_files)
 
@@ -387,7 +387,7 @@ def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
     # Loads the models, in the thread that calls it.
     from prefillcli.scoring.runners.worker import memory_share
 
-    share = memory_share(settings.device)
+    share = memory_share(settings.lm.device)
 
     def load(stopped: Event) -> TableScorer:
         from prefillcli.library.table_scoring import TableScorer  # takes torch along

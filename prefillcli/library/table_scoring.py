@@ -47,7 +47,7 @@ class TableScorer:
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
-        self._opening = Opening(settings, (settings.id_column, *settings.keep_columns))
+        self._opening = Opening(settings, (settings.ids.id_column, *settings.files.keep_columns))
         self._opening.compose()
         self._inputs = self._opening.inputs
         self._inputs.source = cast("Source", TableRows(pa.table({})))
@@ -56,7 +56,7 @@ class TableScorer:
         self._scorer = make_scorer(self._inputs, self._opening.parts)
         load_here(self._scorer, share=share)
         labels, tokenizer = self._inputs.labels, self._inputs.opened.tokenizer
-        self._first_window = FirstWindow(labels, tokenizer, settings.temperature)
+        self._first_window = FirstWindow(labels, tokenizer, settings.answers.temperature)
         self._usual: frozenset[str] = frozenset()  # usual columns of prompts, of the rows that the builder is for
         self._checked = False  # whether the labels have followed some prompts
 
@@ -97,7 +97,7 @@ class TableScorer:
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
-        opening = Opening(settings, (settings.id_column, *settings.keep_columns))
+        opening = Opening(settings, (settings.ids.id_column, *settings.files.keep_columns))
         opening.open_source()
         opening.use_models(self._inputs.opened, self._inputs.labels)
         opening.open_rows()
@@ -204,7 +204,7 @@ class ReceivedRows:
         inputs, rows = self._inputs, self._finished.rows
         self._first_window.take(window, rows)
         self._first_window.end(window.index)
-        temperature, probabilities = inputs.settings.temperature, inputs.probabilities
+        temperature, probabilities = inputs.settings.answers.temperature, inputs.probabilities
         done = ResultRows.of(window, rows, self._finished.errors, inputs.schema(), temperature, probabilities)
         self.tables.append(make_rows(window, done))
 

@@ -481,4 +481,4 @@ def identity(settings: Any, opened: Opened, values: dict[str, Any], contents: Ca
         del values[name]
     found = [(name, contents(Path(path))) for name, path in adapter_paths(opened).items()]
     adapters = [[name, files.model(), files.tokenizer()] for name, files in found]
-    return hash_value([sorted(adapters), settings.adapter_column])
+    return hash_value([sorted(adapters), settings.adapters.adapter_column])

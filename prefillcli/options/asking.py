@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from prefillcli.errors import UsageError
 from prefillcli.options.groups import QUOTED, LabelValues, NameList, split_names
-from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Settings, option
+from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Options, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.questions import Question
-from prefillcli.rows.output import ANSWER, format_of
+from prefillcli.rows.output import ANSWER
 
 
 def asked_question(ask: str, options: Any, levels: Any) -> dict[str, Any]:
@@ -30,19 +29,14 @@ def question_text(questions: Sequence[Any]) -> str:
     return json.dumps({"questions": entries}, ensure_ascii=False, indent=1)
 
 
-class ValueOptions(Settings):
-    """The numbers that labels stand for."""
+class ChoiceOptions(Options):
+    """Answers that each row has of its own, and the numbers that labels stand for."""
 
     label_values: LabelValues = option(
         (),
         "Number that each label stands for, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
         ANSWERS, changes="columns", metavar="NUMBERS",
     )  # fmt: skip
-
-
-class ChoiceOptions(Settings):
-    """The answers of each row."""
-
     choices_column: str | None = option(
         None,
         "Column with the row's own answers, a list of texts, instead of --labels.",
@@ -51,16 +45,16 @@ class ChoiceOptions(Settings):
 
 
 ASKED_TYPED = Requirement(
-    lambda s: s.questions is not None or getattr(s, "format", None) is not None,
+    lambda s: s.asking.questions is not None or s.requests.format is not None,
     "needs --questions or --format",
     "name a file of questions with --questions",
 )
 
 
-ASK = Requirement(lambda s: s.ask is not None, "needs --ask", "ask a question with --ask TEXT")
+ASK = Requirement(lambda s: s.asking.ask is not None, "needs --ask", "ask a question with --ask TEXT")
 
 
-class AskOptions(Settings):
+class AskOptions(Options):
     """Typed questions about each row: one of --ask, or several of a file."""
 
     ask: str | None = option(
@@ -121,13 +115,13 @@ class AskOptions(Settings):
 
 
 TARGET = Requirement(
-    lambda s: s.target_column is not None,
+    lambda s: s.likelihood.target_column is not None,
     "needs --target-column",
     "name its column with --target-column",
 )
 
 
-class LikelihoodOptions(Settings):
+class LikelihoodOptions(Options):
     """The texts whose likelihood is asked for."""
 
     target_column: str | None = option(
@@ -148,7 +142,7 @@ class LikelihoodOptions(Settings):
     )  # fmt: skip
 
 
-class PairOptions(Settings):
+class PairOptions(Options):
     """Pairs of texts: a reranker's files name all that it needs; for other cross-encoders, the user does."""
 
     pair_column: str | None = option(
@@ -161,8 +155,8 @@ class PairOptions(Settings):
 BATCH_ID = "custom_id"  # the field of a batch file with a line's id
 
 
-class BatchInput(Settings):
-    """The reading of requests."""
+class RequestOptions(Options):
+    """The requests that rows may be, in the form of an API."""
 
     served_model_name: NameList = option(
         (),
@@ -170,10 +164,15 @@ class BatchInput(Settings):
         "its path)",
         ANSWERS, changes="scores", metavar="NAMES",
     )  # fmt: skip
+    format: Literal["openai", "systemone"] | None = option(
+        None,
+        "Whose requests with typed questions the rows are. (default: as the first row is)",
+        FILES, changes="scores", metavar="openai|systemone",
+    )  # fmt: skip
 
 
-class BatchOptions(BatchInput):
-    """The answering of requests in the form of an API."""
+class AnsweredOptions(RequestOptions):
+    """Requests that are answered."""
 
     format: Literal["openai", "systemone"] | None = option(
         None,
@@ -181,13 +180,3 @@ class BatchOptions(BatchInput):
         ".jsonl file. Typed questions are always answered so.",
         FILES, changes="columns", metavar="openai|systemone",
     )  # fmt: skip
-
-    def check(self) -> None:
-        super().check()
-        settings: Any = self
-        form = None if settings.output is None else format_of(settings.output)
-        if self.format is not None and (form is None or form.parquet or form.delimiter):
-            raise UsageError(
-                f"--format {self.format}: requests are answered in JSON Lines\n"
-                "give --output a path that ends in .jsonl"
-            )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
 from prefillcli.options.option import Settings, as_typed
+from prefillcli.options.settings import JobSettings
 
 OptionText = str
 """An option as the command line has it, `--draft`, or with a value where only that is meant, `--keep auto`."""
@@ -38,21 +39,21 @@ class Refused(NamedTuple):
 def given(settings: Settings, text: OptionText) -> bool:
     """Return whether these settings of a command have an option, with its value where the text names one."""
     name, value = _parted(text)
-    if name not in type(settings).model_fields:
+    if name not in settings.options():
         return False
-    found = getattr(settings, name)
+    found = settings.value(name)
     if value:
         return str(found) == value
-    written = name in WRITTEN and name in settings.model_fields_set
-    return written or found != type(settings).model_fields[name].default
+    written = name in WRITTEN and name in settings.given
+    return written or found != settings.options()[name].default
 
 
-def refuse_combinations(settings: Settings) -> None:
+def refuse_combinations(settings: JobSettings) -> None:
     """Raise UsageError for the first refused combination that these settings of a command have."""
     for each in REFUSED:
         if each.holds(settings):
             said = each.message(type(settings))
-            raise UsageError(said.replace("--questions", "--ask") if getattr(settings, "asks_once", False) else said)
+            raise UsageError(said.replace("--questions", "--ask") if settings.asking.asks_once else said)
 
 
 def _parted(text: OptionText) -> tuple[str, str]:
@@ -80,7 +81,9 @@ def _refused(
 
 def _fits_apart(settings: Any) -> bool:
     # Whether the tokens that are kept of a row follow from the row alone.
-    return bool(settings.compress_per_row and (settings.paper or not settings.keep_private))
+    return bool(
+        settings.compression.compress_per_row and (settings.compression.paper or not settings.compression.keep_private)
+    )
 
 
 # Options that score some rows of a job apart from the others.
@@ -121,7 +124,7 @@ REFUSED: tuple[Refused, ...] = (
         _EXITS,
         "it learns from the rows of the whole job, and bounds their flips together",
         "leave one of them out, or give the --exit-profile of a run over a sample",
-        lambda settings: settings.exit_profile is not None,
+        lambda settings: settings.exits.exit_profile is not None,
     ),
     *_refused(
         ("--since", "--retry-errors"),
@@ -175,7 +178,7 @@ REFUSED: tuple[Refused, ...] = (
         "--questions",
         "it is one question, and the file has others",
         "put it into the file",
-        lambda settings: settings.asks_once,
+        lambda settings: settings.asking.asks_once,
     ),
     *_refused(
         "--questions",
@@ -237,7 +240,7 @@ REFUSED: tuple[Refused, ...] = (
         "--exit-profile",
         "--adapter",
         "the profile does not name the adapters it is of",
-        unless=lambda settings: "exit" in type(settings).model_fields,
+        unless=lambda settings: "exits" in settings.groups(),
     ),
     *_refused(
         "--weights stream",

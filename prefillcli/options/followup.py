@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefillcli.errors import UsageError
 from prefillcli.options.groups import DEFAULT_TEMPLATE
-from prefillcli.options.option import RATIONALES, Settings, option
+from prefillcli.options.option import RATIONALES, Options, option
 from prefillcli.options.requirements import Requirement, asks_more
 
 SpeculationName = Literal["off", "lookup", "retrieval", "draft", "hierarchy"]
@@ -15,7 +14,7 @@ SpeculationName = Literal["off", "lookup", "retrieval", "draft", "hierarchy"]
 BY_DRAFT = ("draft", "hierarchy")  # ways to speculate that need a draft model
 
 
-RATIONALE = Requirement(lambda s: s.rationale > 0, "needs --rationale", "give --rationale 64")
+RATIONALE = Requirement(lambda s: s.rationales.rationale > 0, "needs --rationale", "give --rationale 64")
 
 
 CHOSEN_ROWS = Requirement(
@@ -26,35 +25,35 @@ CHOSEN_ROWS = Requirement(
 
 
 CONDITION = Requirement(
-    lambda s: CHOSEN_ROWS.met(s) and s.rationale_when is not None,
+    lambda s: CHOSEN_ROWS.met(s) and s.chosen.rationale_when is not None,
     "needs --rationale-when",
     "give --rationale-when 'score > 0.4 and score < 0.6'",
 )
 
 
 DRAWN_RATIONALES = Requirement(
-    lambda s: s.rationale > 0 and s.rationale_temperature > 0,
+    lambda s: s.rationales.rationale > 0 and s.rationales.rationale_temperature > 0,
     "needs a --rationale-temperature above 0",
     "give --rationale-temperature 0.7",
 )
 
 
 SPECULATION = Requirement(
-    lambda s: s.speculates,
+    lambda s: s.rationales.speculates,
     "needs --rationale with speculation",
     "give --rationale, and --speculation other than off",
 )
 
 
 RETRIEVAL = Requirement(
-    lambda s: s.speculates and s.speculation in ("retrieval", "hierarchy"),
+    lambda s: s.rationales.speculates and s.rationales.speculation in ("retrieval", "hierarchy"),
     "needs speculation with a retrieval cache",
     "give --rationale and --speculation retrieval",
 )
 
 
-class WritingOptions(Settings):
-    """The text written after a prompt, if any."""
+class WritingOptions(Options):
+    """The text written after a prompt, and the weighing of its sections, if any."""
 
     rationale: int = option(
         0,
@@ -98,6 +97,12 @@ class WritingOptions(Settings):
         RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
     )  # fmt: skip
 
+    evidence: bool = option(
+        False,
+        "Score the row again without each section of its prompt, to show how much each one changes the score.",
+        RATIONALES, changes="columns", needs="evidence",
+    )  # fmt: skip
+
     @property
     def speculates(self) -> bool:
         """True if tokens may be guessed ahead."""
@@ -108,17 +113,9 @@ class WritingOptions(Settings):
         """True if a draft model guesses tokens ahead."""
         return self.speculates and self.speculation in BY_DRAFT
 
-    def check(self) -> None:
-        super().check()
-        if self.speculates_by_draft and not getattr(self, "uses_draft", False):
-            raise UsageError(
-                f"--speculation {self.speculation} needs --draft: a small model with the same tokenizer, "
-                "which guesses tokens\nname one, or give --speculation retrieval"
-            )
 
-
-class RationaleOptions(WritingOptions):
-    """The rows that are written about, and how."""
+class ChosenOptions(Options):
+    """The rows that are asked about further."""
 
     rationale_when: str | None = option(
         None,
@@ -129,14 +126,4 @@ class RationaleOptions(WritingOptions):
         None,
         "Only the first N rows that --rationale-when chooses.",
         RATIONALES, changes="columns", metavar="N", requires=CONDITION, ge=1,
-    )  # fmt: skip
-
-
-class EvidenceOptions(Settings):
-    """The weighing of the sections of prompts."""
-
-    evidence: bool = option(
-        False,
-        "Score the row again without each section of its prompt, to show how much each one changes the score.",
-        RATIONALES, changes="columns", needs="evidence",
     )  # fmt: skip

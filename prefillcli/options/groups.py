@@ -9,24 +9,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.engines.registry import ENGINES
-from prefillcli.errors import UsageError, brief
+from prefillcli.errors import brief
 from prefillcli.options import requirements
+from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import (
     ANSWERS,
-    COMPRESSION,
     FILES,
     MEMORY,
     MODEL,
     PROMPTS,
     RUN,
     WORKERS,
-    Settings,
+    Options,
     argument,
     option,
 )
+from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.lists import non_empty, split_list
-from prefillcli.rows.output import Shard
+from prefillcli.rows.output import FILE_ENDINGS, Shard
 from prefillcli.runtime.memory import parse_size
 
 QUOTED = "An item with a comma is put in quotes: 'a,\"b, c\"'."  # of lists of names, as `split_list` reads them
@@ -194,33 +194,7 @@ CONTROLS = ("random", "bm25")  # as `--draft`: ways to pick tokens that a draft 
 DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text after a prompt
 
 
-class DraftOptions(Settings):
-    """A small model beside the model, which picks or guesses tokens."""
-
-    draft: str | None = option(
-        None,
-        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers. random, bm25: "
-        "no model, but random chunks, or the sentences most like the question, to compare it with.",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self|random|bm25", path="model",
-    )  # fmt: skip
-    draft_tokenizer: Literal["same", "translate"] = option(
-        "same",
-        "translate: a draft with another tokenizer reads the prompts' text in its own tokens.",
-        COMPRESSION, changes="scores", requires=requirements.DRAFT,
-    )  # fmt: skip
-
-    @property
-    def drafts_itself(self) -> bool:
-        """True if the model is its own draft."""
-        return self.draft == SELF
-
-    @property
-    def uses_draft(self) -> bool:
-        """True if another model is the draft."""
-        return self.draft not in (None, SELF, *CONTROLS)
-
-
-class InputOptions(Settings):
+class InputOptions(Options):
     """The rows that are read."""
 
     inputs: tuple[str, ...] = argument(
@@ -249,13 +223,8 @@ class InputOptions(Settings):
         """The options of `Source.open` for CSV files."""
         return {"csv_separator": self.csv_separator, "csv_quoting": self.csv_quoting}
 
-    @property
-    def is_random(self) -> bool:
-        """True if anything is drawn at random."""
-        return self.sample is not None
 
-
-class ModelOptions(Settings):
+class ModelOptions(Options):
     """The model, and the place where it runs."""
 
     model: str | None = option(
@@ -294,14 +263,9 @@ class ModelOptions(Settings):
         MODEL, level="settled", changes="speed", metavar="SIZE",
     )  # fmt: skip
 
-    @property
-    def computes_here(self) -> bool:
-        """True if this process, or its workers, run the model with that many threads."""
-        return True
 
-
-class PromptOptions(Settings):
-    """The way from a row to a prompt with answers."""
+class PromptOptions(Options):
+    """The way from a row to a prompt."""
 
     prompt_column: str = option(
         "prompt",
@@ -372,6 +336,10 @@ class PromptOptions(Settings):
         PROMPTS, changes="scores", metavar="SIZE",
     )  # fmt: skip
 
+
+class LabelOptions(Options):
+    """The labels, and their probabilities."""
+
     labels: LabelTexts = option(
         "Yes,No",
         "Answers of any length, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, "
@@ -401,10 +369,10 @@ class PromptOptions(Settings):
     @property
     def labels_given(self) -> bool:
         """True if the user has asked for these labels."""
-        return "labels" in self.model_fields_set
+        return self.is_given("labels")
 
 
-class BudgetOptions(Settings):
+class BudgetOptions(Options):
     """The memory that may be taken."""
 
     memory: ByteSize | None = option(
@@ -435,8 +403,15 @@ class MemoryOptions(BudgetOptions):
     )  # fmt: skip
 
 
-class PlacementOptions(Settings):
-    """The place of the parts of a pack that does not fit the device, and the way to call layers."""
+STREAMABLE = Requirement(
+    lambda s: s.layers.weights != "resident",
+    "has no effect with --weights resident",
+    "give --weights stream or auto",
+)
+
+
+class LayerOptions(Options):
+    """The way through the layers: the place of weights and of the residual stream, and the kernels."""
 
     hidden: Literal["auto", "device", "host"] = option(
         "auto",
@@ -449,21 +424,33 @@ class PlacementOptions(Settings):
         "Compile the layers with torch.compile: some minutes at the start, and fewer kernels on CUDA.",
         MEMORY, changes="speed", needs="compilation",
     )  # fmt: skip
+    weights: Literal["auto", "resident", "stream"] = option(
+        "auto",
+        "Where the layers' weights are: resident in memory, or streamed from the files while others compute. auto: "
+        "streamed if they do not fit, and on CPUs if files have them packed.",
+        MEMORY, changes="speed", needs="streaming",
+    )  # fmt: skip
+    weights_memory: ByteSize | None = option(
+        None,
+        "Most memory for weights; those that do not fit are streamed, e.g. 12GiB. (default: what is free, a quarter "
+        "of it for streamed weights, 512MiB for packed ones)",
+        MEMORY, changes="speed", metavar="SIZE", needs="streaming", requires=STREAMABLE,
+    )  # fmt: skip
+    deterministic: bool = option(
+        False,
+        "Give each row's score the same bits, whatever its neighbours, their order, the packs, threads and workers.",
+        RUN, changes="scores", needs="determinism",
+    )  # fmt: skip
 
 
-class LoadingOptions(DraftOptions, MemoryOptions, ModelOptions):
-    """The loading of models, and the amount computed at a time."""
+class QuietOptions(Options):
+    """What a command says on stderr."""
+
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
-class JobOptions(LoadingOptions, PromptOptions, InputOptions):
-    """Everything about one prompt: where it comes from, and how it is computed."""
-
-    def take_encoder(self, model: object) -> None:
-        """Accept that the model in this folder is an encoder. Raise UsageError where that has no meaning."""
-        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is not an encoder")
-
-
-class RunOptions(Settings):
+class RunOptions(QuietOptions):
     """Messages and progress during a run."""
 
     progress_interval: float = option(
@@ -471,11 +458,9 @@ class RunOptions(Settings):
         "Seconds between progress lines when not on a terminal; each line has the local time and its UTC offset.",
         RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
-    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
-class LogOptions(Settings):
+class LogOptions(Options):
     """The marks by which a run is found among others."""
 
     log_format: Literal["text", "json"] = option(
@@ -500,7 +485,7 @@ class MeasuringOptions(RunOptions):
     )  # fmt: skip
 
 
-class PriceOptions(Settings):
+class PriceOptions(Options):
     """The price of a machine."""
 
     price_per_hour: float | None = option(
@@ -510,7 +495,47 @@ class PriceOptions(Settings):
     )  # fmt: skip
 
 
-class WorkerOptions(Settings):
+class PredictionOptions(Options):
+    """Predictions, and the run that only predicts."""
+
+    dry_run: bool = option(
+        False,
+        "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
+        RUN, level="first", changes="report", needs="forecast",
+    )  # fmt: skip
+    profile: str | None = option(
+        None,
+        "Profile written by prefill profile, to predict times. (default: profile.json, if it exists and fits)",
+        RUN, changes="speed", metavar="PATH", path="file", needs="forecast",
+    )  # fmt: skip
+
+
+class EngineOptions(Options):
+    """What runs the model."""
+
+    engine: EngineName = option(
+        "torch",
+        "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
+        MODEL, changes="scores", metavar="|".join(ENGINES),
+    )  # fmt: skip
+    engine_options: KeyValues = option(
+        {},
+        "Option passed to the engine unchanged; repeatable; a mapping in a recipe.",
+        MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
+    )  # fmt: skip
+
+
+class IdOptions(Options):
+    """The names of rows."""
+
+    id_column: str | None = option(
+        None,
+        "Column that names a row. (default: the row number)",
+        FILES, level="first", changes="columns", metavar="NAME",
+    )  # fmt: skip
+
+
+class WorkerOptions(Options):
     """The number of processes that compute, and where they run."""
 
     workers: int = option(
@@ -544,7 +569,7 @@ class WorkerOptions(Settings):
         return self.workers > 1 or self.runner != "local"
 
 
-class EndingOptions(Settings):
+class EndingOptions(Options):
     """The files that are written at the end of a job, and its judgement."""
 
     overwrite: bool = option(
@@ -573,3 +598,56 @@ class EndingOptions(Settings):
         le=1,
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")
+
+
+PIPE = "-"  # stdin as INPUT, stdout as output
+
+
+class OutputOptions(EndingOptions):
+    """The output, what it has besides the answers, and how it is begun or continued."""
+
+    output: str | None = option(
+        None,
+        f"Where the scores go: {', '.join(FILE_ENDINGS)}, a folder (ending in /), or - for stdout. "
+        "(default: INPUT.scores.parquet; of stdin, stdout)",
+        FILES, level="first", changes="files", short="-o", metavar="PATH", path="output",
+    )  # fmt: skip
+    keep_columns: NameList = option(
+        (),
+        "Input columns to copy to the output, comma-separated. * stands for all. " + QUOTED,
+        FILES,
+        level="first",
+        changes="columns",
+        metavar="NAMES",
+    )
+    partition: bool = option(
+        False, "Write the scores into folders named as in the input, e.g. day=2026-01-01/.", FILES, changes="columns"
+    )
+    shard: ShardName | None = option(
+        None,
+        "Score only the I-th of N shares of the rows, e.g. one on each machine; prefill merge joins them.",
+        FILES, changes="files", metavar="I/N",
+    )  # fmt: skip
+    resume: bool = option(False, "Continue this job where it stopped.", FILES, level="first", changes="files")
+    rejects: str | None = option(
+        None,
+        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
+        FILES, changes="files", metavar="PATH", path="rejects",
+    )  # fmt: skip
+
+    @property
+    def shard_of(self) -> Shard | None:
+        """The share of the rows that this run scores; None for all."""
+        return None if self.shard is None else Shard.parse(self.shard)
+
+
+class MergedOptions(EndingOptions):
+    """The output whose shards are joined."""
+
+    output: str = argument(
+        ...,
+        "The --output that the shards were given: their folders lie beside it.",
+        changes="files",
+        path="output",
+        min_length=1,
+    )

@@ -64,7 +64,7 @@ def load_settings(
                 raise UsageError(f"{recipe}: unknown key {_shown(key)}{did_you_mean(key, _known_options(kind))}")
             given.set(name, value, f"{recipe}: {key}", "recipe")
     _refuse_unknown_variables(kind, environment)
-    for name in kind.model_fields:
+    for name in kind.options():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if name != "inputs" and environment.get(variable):
             given.set(name, unescaped(kind, name, environment[variable]), variable, "environment")
@@ -74,7 +74,7 @@ def load_settings(
         if flags.get(name) and other not in flags:  # the flag wins over a recipe with the other
             given.values.pop(other, None)
     place = kind.given_by_place()
-    if place is not None and not given.values.get(place) and kind.model_fields[place].is_required():
+    if place is not None and not given.values.get(place) and kind.options()[place].is_required():
         raise UsageError(f"no {_PLACES[place][0]} given: name {_PLACES[place][1]}")
     settings = given.settings(kind)
     settings.check()
@@ -138,12 +138,12 @@ class _Merged:
 
     def settings(self, kind: type[AnySettings]) -> AnySettings:
         """Return all values that this kind of settings has. Raises UsageError for the first wrong one."""
-        known = {name: value for name, value in self.values.items() if name in kind.model_fields}
+        known = {name: value for name, value in self.values.items() if name in kind.options()}
         try:
-            settings = kind.model_validate(known)
+            settings = kind.of(known)
         except ValidationError as error:
             first = error.errors()[0]
-            name = str(first["loc"][0])
+            name = next((place for place in map(str, first["loc"]) if place in known), str(first["loc"][0]))
             reason = reason_of(first)
             if len(reason) > _MOST_REASON:
                 reason = f"{reason[:_MOST_REASON]} ..."
@@ -164,11 +164,11 @@ class _Merged:
             return self._from[name] == "flag"
         if recipe_may_keep:
             return False
-        alone = {key: value for key, value in self._recipe.items() if key in kind.model_fields}
+        alone = {key: value for key, value in self._recipe.items() if key in kind.options()}
         try:
             place = kind.given_by_place()
             least = {} if place is None else {place: ("INPUT",) if place == "inputs" else "x"}
-            return name in kind.model_validate(least | alone).ignored()
+            return name in kind.of(least | alone).ignored()
         except ValidationError:
             return False  # the recipe alone is wrong; a flag or the environment corrects it
 
@@ -188,7 +188,7 @@ def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any
         raise UsageError(f"--set {' '.join(' '.join(given).split())}: {error}") from None  # on one line
     names = kind.of_level("settled")
     for name in found:
-        if name in kind.model_fields and name not in names:
+        if name in kind.options() and name not in names:
             raise UsageError(f"--set {name}: this option has a flag\ngive {as_typed(kind, name)}")
         if name not in names:
             raise UsageError(f"--set {' '.join(name.split())}: there is no such setting{did_you_mean(name, names)}")
@@ -197,7 +197,7 @@ def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any
 
 def _known_options(kind: type[Settings]) -> set[str]:
     # Names of the options of all commands.
-    return set(kind.model_fields).union(*(command.model_fields for command in COMMANDS.values()))
+    return set(kind.options()).union(*(command.options() for command in COMMANDS.values()))
 
 
 def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, str]) -> None:
@@ -331,7 +331,7 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
         signature, named = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
         own = [each for each in signature.parameters.values() if each.kind != inspect.Parameter.VAR_KEYWORD]
         own += [
-            inspect.Parameter(name, named, default=ScoreSettings.model_fields[name].default, annotation=annotation)
+            inspect.Parameter(name, named, default=ScoreSettings.options()[name].default, annotation=annotation)
             for name, annotation in get_type_hints(kind).items()
         ]
         function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -345,7 +345,7 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
 
 def _explained(names: Sequence[str]) -> str:
     # A paragraph for each option of `prefill score`.
-    texts = [f"{name}: {' '.join((ScoreSettings.model_fields[name].description or '').split())}" for name in names]
+    texts = [f"{name}: {' '.join((ScoreSettings.options()[name].description or '').split())}" for name in names]
     return "\n".join(
         textwrap.fill(text, 100, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
         for text in texts
@@ -368,7 +368,7 @@ def scorer_settings(
             raise UsageError(
                 f"{owner} has no option {name!r}: it is for files, and belongs to score(path, {name}=...)"
             )
-        if name in ScoreSettings.model_fields:
+        if name in ScoreSettings.options():
             raise UsageError(f"{owner} has no option {name!r}: it is for jobs\ntake the command prefill score")
         raise UsageError(f"{owner} has no option {name!r}{did_you_mean(name, {*known, 'model'})}")
     if options.get("keep") == "auto":
@@ -380,7 +380,7 @@ def scorer_settings(
     return load_settings(ScoreSettings, {"inputs": paths or ("rows",), "quiet": True, **flags}, environment={})
 
 
-_SIZES = {name for name in ScoreSettings.model_fields if details_of(ScoreSettings, name).metavar == "SIZE"}
+_SIZES = {name for name in ScoreSettings.options() if details_of(ScoreSettings, name).metavar == "SIZE"}
 
 
 def _as_flag(name: str, value: Any) -> Any:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import CONTROLS, ByteSize, DraftOptions, count_or_auto, read_mapping, split_repeated
+from prefillcli.options.groups import CONTROLS, SELF, count_or_auto, read_mapping, split_repeated
 from prefillcli.options.option import (
     BENCH,
     COMPRESSION,
     EARLY_EXIT,
     FILES,
-    MEMORY,
     MODEL,
-    RUN,
-    Settings,
+    Options,
     as_typed,
     option,
 )
-from prefillcli.options.requirements import DRAFT, SCORES, Requirement
+from prefillcli.options.requirements import AUDITABLE, BOUNDED_FLIPS, DRAFT, SCORES, Requirement, leaves_early
 from prefillcli.runtime.extras import require_extra
 
 # The settings of SpecPrefill's published code.
@@ -68,7 +66,7 @@ COMPRESSED = Requirement(lambda s: s.compresses, "needs compression", "give --dr
 
 
 SPECPREFILL = Requirement(
-    lambda s: s.compares("self-draft" if s.drafts_itself else "specprefill"),
+    lambda s: s.compares("self-draft" if s.compression.drafts_itself else "specprefill"),
     "needs a method that picks tokens with it",
     "give --method specprefill, or self-draft for --draft self",
 )
@@ -101,20 +99,26 @@ KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeVal
 OddNumber = Annotated[int, AfterValidator(_check_odd)]
 
 
-class KeepOptions(Settings):
-    """The part of a prompt that the model reads."""
+class CompressionOptions(Options):
+    """The tokens of a prompt that the model reads, and the small model that picks or guesses tokens."""
 
+    draft: str | None = option(
+        None,
+        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers. random, bm25: "
+        "no model, but random chunks, or the sentences most like the question, to compare it with.",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self|random|bm25", path="model",
+    )  # fmt: skip
+    draft_tokenizer: Literal["same", "translate"] = option(
+        "same",
+        "translate: a draft with another tokenizer reads the prompts' text in its own tokens.",
+        COMPRESSION, changes="scores", requires=DRAFT,
+    )  # fmt: skip
     keep: KeepRate = option(
         1.0,
         "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest share that "
         "--max-flips allows.",
         COMPRESSION, changes="scores", metavar="RATE|auto",
     )  # fmt: skip
-
-
-class CompressionOptions(DraftOptions, KeepOptions):
-    """The tokens of a prompt that the model reads."""
-
     self_layer: int | None = option(
         None,
         "Number of layers after which a model that is its own draft reads only what it keeps. (default: 0.45 of "
@@ -179,6 +183,16 @@ class CompressionOptions(DraftOptions, KeepOptions):
     )  # fmt: skip
 
     @property
+    def drafts_itself(self) -> bool:
+        """True if the model is its own draft."""
+        return self.draft == SELF
+
+    @property
+    def uses_draft(self) -> bool:
+        """True if another model is the draft."""
+        return self.draft not in (None, SELF, *CONTROLS)
+
+    @property
     def picks_itself(self) -> bool:
         """True if any way to pick tokens asks the model's own first layers."""
         return self.drafts_itself
@@ -189,27 +203,21 @@ class CompressionOptions(DraftOptions, KeepOptions):
         return self.uses_draft or self.drafts_itself
 
     @property
-    def is_random(self) -> bool:
-        """True if anything is drawn at random."""
-        return self.draft == "random" or super().is_random  # type: ignore[misc]  # of the rows' options
-
-    @property
     def compresses(self) -> bool:
         """True if anything picks tokens."""
         return self.draft is not None
 
     def check(self) -> None:
         super().check()
-        if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
+        if self.paper and (given := [name for name in PAPER if self.is_given(name)]):
             flags = ", ".join(as_typed(type(self), name) for name in given)
             raise UsageError(f"--paper already sets {flags}: leave out one or the other")
 
         if self.draft == "bm25":
             require_extra("bm25", "--draft bm25")
-        self._check_keep()
 
-    def _check_keep(self) -> None:
-        # A wrong rate, or one that needs a draft where nothing picks tokens.
+    def check_rate(self) -> None:
+        """Raise UsageError for a wrong rate, and for one that needs a draft where nothing picks tokens."""
         if self.keep != "auto" and not 0 < self.keep <= 1:
             raise UsageError(f"--keep {self.keep:g}: must be a rate above 0 and up to 1, or auto")
         if self.keep != 1 and not self.compresses:
@@ -218,23 +226,8 @@ class CompressionOptions(DraftOptions, KeepOptions):
             )
 
 
-class InspectOptions(CompressionOptions):
-    """Those of `prefill inspect`."""
-
-    keep: KeepRate = option(
-        1.0,
-        "Share of the prompt's tokens that the model reads; below 1 needs --draft.",
-        COMPRESSION, changes="scores", metavar="RATE",
-    )  # fmt: skip
-
-    def _check_keep(self) -> None:
-        if self.keep == "auto":
-            raise UsageError("--keep auto is for a whole job: give a rate")
-        super()._check_keep()
-
-
-class ProfileOptions(CompressionOptions):
-    """Those of `prefill profile`."""
+class RateOptions(CompressionOptions):
+    """Those of a command that takes one rate."""
 
     keep: KeepRate = option(
         1.0,
@@ -242,23 +235,9 @@ class ProfileOptions(CompressionOptions):
         COMPRESSION, changes="scores", metavar="RATE",
     )  # fmt: skip
 
-    def _check_keep(self) -> None:
-        if not getattr(self, "inputs", ()):  # without rows nothing is compressed, and the option is refused for that
-            return
-        if self.keep == "auto":
-            raise UsageError(
-                "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
-            )
-        super()._check_keep()
 
-
-class BenchOptions(CompressionOptions):
-    """Those of `prefill bench`, which is a base of its settings."""
-
-    if TYPE_CHECKING:
-        model: str | None
-        full: bool
-        method: tuple[str, ...]
+class RatesOptions(CompressionOptions):
+    """Those of `prefill bench`, which compares rates and methods."""
 
     draft: str | None = option(
         None,
@@ -277,75 +256,31 @@ class BenchOptions(CompressionOptions):
         COMPRESSION, changes="scores", metavar="N|auto", requires=COMPRESSED,
     )  # fmt: skip
 
-    @property
-    def uses_draft(self) -> bool:
-        opened = self.model is None if self.draft is None else not self.drafts_itself
-        return opened and any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft")
 
-    @property
-    def counts_votes(self) -> bool:
-        return self.uses_draft or self.compares("self-draft")
-
-    @property
-    def picks_itself(self) -> bool:
-        return any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "self")
-
-    @property
-    def compresses(self) -> bool:
-        return self.uses_draft or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
-
-    @property
-    def is_random(self) -> bool:
-        return self.compares("random") or super().is_random
-
-    def compares(self, method: str) -> bool:
-        """Return whether a method that drops tokens is compared: if one was named, or by default where there is a
-        draft."""
-        if self.method:
-            return method in self.method
-        if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
-            return False
-        quick = ("self-draft" if self.drafts_itself else "specprefill", "random")
-        return (self.draft is not None or self.model is None) and (self.full or method in quick)
-
-    def _check_keep(self) -> None:
-        if self.draft in CONTROLS:
-            raise UsageError(f"--draft {self.draft}: give --method {self.draft}, beside the draft to compare")
-        if not self.keep:
-            raise UsageError("--keep: give a rate above 0 and up to 1")
-        for name in self.method:
-            if name in PICKERS and PICKERS[name].needs == "draft" and not self.uses_draft:
-                raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
-            if name == "bm25":
-                require_extra("bm25", "--method bm25")
-
-
-EXIT = Requirement(
-    lambda s: s.exit or s.chain, "needs --exit, --first or --compute", "give --exit, --first or --compute"
-)
+EXIT = Requirement(leaves_early, "needs --exit, --first or --compute", "give --exit, --first or --compute")
 
 
 METHODS = ("early-exit", "first", "first-exit", "int8")  # of `prefill bench`, that let rows leave
 
 
-FIRST = Requirement(lambda s: s.first, "needs --first", "give --first")
+FIRST = Requirement(lambda s: s.exits.first, "needs --first", "give --first")
 
 
 EXIT_METHOD = Requirement(
-    lambda s: any(name in METHODS for name in s.method),
+    lambda s: any(name in METHODS for name in s.contest.method),
     "needs one of the methods early-exit, first, first-exit and int8",
     "give --method early-exit or int8, or --first and --method first",
 )
 
 
 FIRST_METHOD = Requirement(
-    lambda s: "first" in s.method or "first-exit" in s.method,
+    lambda s: "first" in s.contest.method or "first-exit" in s.contest.method,
     "needs the method first or first-exit",
     "give --method first",
 )
 
 
-class ExitOptions(Settings):
+class ExitOptions(Options):
     """Early exits of rows, and the rule that allows them."""
 
     exit: bool = option(
@@ -417,20 +352,8 @@ class ExitOptions(Settings):
         """--recall or --precision, if one is given."""
         return "--recall" if self.recall is not None else "--precision" if self.precision is not None else None
 
-    def check(self) -> None:
-        super().check()
-        if self.rare_option is None:
-            return
-        from prefillcli.prompts.labels import parse_labels
 
-        if len(parse_labels(getattr(self, "labels", ""))) != 2:
-            raise UsageError(
-                f"{self.rare_option}: a row that does not have the first label must have the other one\n"
-                "name two --labels"
-            )
-
-
-class ExitProfileOptions(Settings):
+class ExitProfileOptions(Options):
     """The exits that a row is held against."""
 
     exit_profile: str | None = option(
@@ -440,7 +363,7 @@ class ExitProfileOptions(Settings):
     )  # fmt: skip
 
 
-class ExitMethodOptions(Settings):
+class ExitMethodOptions(Options):
     """The learning of the methods that let rows leave."""
 
     first: str | None = option(
@@ -460,13 +383,25 @@ class ExitMethodOptions(Settings):
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
 
-    def check(self) -> None:
-        super().check()
-        if FIRST_METHOD.met(self) and not self.first:
-            raise UsageError("--method first needs --first: a small model that reads every row first, or words")
+
+class FlipOptions(Options):
+    """The answers that may flip, and those that are counted."""
+
+    max_flips: float = option(
+        0.01,
+        "Share of answers that --exit, --first or --keep auto may flip, at 95 % confidence; of each answer with the "
+        "first two.",
+        EARLY_EXIT, changes="scores", metavar="RATE", requires=BOUNDED_FLIPS, gt=0, lt=1,
+    )  # fmt: skip
+    audit: int = option(
+        0,
+        "Also read N random rows in full, of those that are compressed or may leave early, and report how many "
+        "answers flip.",
+        EARLY_EXIT, changes="columns", metavar="N", needs="compression", requires=AUDITABLE, off=0, ge=0,
+    )  # fmt: skip
 
 
-class EarlierOptions(Settings):
+class EarlierOptions(Options):
     """Rows that need not be scored again."""
 
     since: str | None = option(
@@ -482,43 +417,11 @@ class EarlierOptions(Settings):
     )  # fmt: skip
 
 
-class DeterminismOptions(Settings):
-    """Scores that keep their bits beside any other rows."""
-
-    deterministic: bool = option(
-        False,
-        "Give each row's score the same bits, whatever its neighbours, their order, the packs, threads and workers.",
-        RUN, changes="scores", needs="determinism",
-    )  # fmt: skip
-
-
-STREAMABLE = Requirement(
-    lambda s: s.weights != "resident",
-    "has no effect with --weights resident",
-    "give --weights stream or auto",
-)
-
-
-class StreamingOptions(Settings):
-    """The place of the layers' weights, and the memory that all weights may take."""
-
-    weights: Literal["auto", "resident", "stream"] = option(
-        "auto",
-        "Where the layers' weights are: resident in memory, or streamed from the files while others compute. auto: "
-        "streamed if they do not fit, and on CPUs if files have them packed.",
-        MEMORY, changes="speed", needs="streaming",
-    )  # fmt: skip
-    weights_memory: ByteSize | None = option(
-        None,
-        "Most memory for weights; those that do not fit are streamed, e.g. 12GiB. (default: what is free, a quarter "
-        "of it for streamed weights, 512MiB for packed ones)",
-        MEMORY, changes="speed", metavar="SIZE", needs="streaming", requires=STREAMABLE,
-    )  # fmt: skip
-
-
 MOST_ADAPTERS = 255  # an adapter's number takes eight bits of the key that prompts are sorted by
 ADAPTERS = Requirement(
-    lambda s: bool(s.adapter), "needs --adapter, which names the adapters", "give --adapter NAME=DIR for each name"
+    lambda s: bool(s.adapters.adapter),
+    "needs --adapter, which names the adapters",
+    "give --adapter NAME=DIR for each name",
 )
 
 
@@ -542,7 +445,7 @@ def _read_adapters(value: object) -> object:
     return found
 
 
-class AdapterOptions(Settings):
+class AdapterOptions(Options):
     """The adapters, and the one that reads a row."""
 
     adapter: Annotated[dict[str, str], BeforeValidator(_read_adapters)] = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from prefillcli.errors import UsageError
 from prefillcli.prompts.thinking import AS_USUAL, ChatChoices
@@ -57,13 +57,6 @@ class PromptSettings:
     # ends a prompt with a question that is no chat.
     question: str = ""
     question_end: str = ""
-
-
-def chat_choices(options: Any) -> ChatChoices:
-    """Return how the options of a command want chats."""
-    return ChatChoices(
-        thinking=options.thinking, options=options.chat_option, answer_prefix=options.answer_prefix or ""
-    )
 
 
 def wants_chat(settings: PromptSettings, has_template: bool) -> bool:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
+from prefillcli.options.settings import JobSettings
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import reading, writing
 from prefillcli.rows.output.columns import DIGEST, ROW
@@ -217,7 +218,7 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 
 
 def find_earlier(
-    settings: Any, output: str, fingerprint: dict[str, str]
+    settings: JobSettings, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
     """Find the output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
 
@@ -227,31 +228,31 @@ def find_earlier(
     own = find_output(output, own=output) if _retries(settings, output) else ""
     if not isinstance(own, str):  # the sink decides whether this is the job that wrote it
         return replace(own, remedy="give --overwrite"), SinceUse(output=output)
-    if settings.since is None:
+    if settings.earlier.since is None:
         return None, None
-    found = find_output(settings.since, own=output, option="--since")
+    found = find_output(settings.earlier.since, own=output, option="--since")
     if isinstance(found, str):
-        log.warning(f"--since {settings.since}: {found}; all rows are scored")
-        return None, SinceUse(output=settings.since, reason=found)
+        log.warning(f"--since {settings.earlier.since}: {found}; all rows are scored")
+        return None, SinceUse(output=settings.earlier.since, reason=found)
     found.require_same_job(fingerprint)
-    return found, SinceUse(output=settings.since)
+    return found, SinceUse(output=settings.earlier.since)
 
 
-def _retries(settings: Any, output: str) -> bool:
+def _retries(settings: JobSettings, output: str) -> bool:
     # Whether a job begins or continues to score again the error rows of its complete output.
-    if settings.shard is not None or not (settings.resume or settings.retry_errors):
+    if settings.files.shard is not None or not (settings.files.resume or settings.earlier.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):
         manifest = Manifest.load(Target.parse(output).work)
         if manifest is not None:
-            return manifest.retries or (settings.retry_errors and manifest.state == "complete")
+            return manifest.retries or (settings.earlier.retry_errors and manifest.state == "complete")
     return False
 
 
 class Earlier(Judge):
     """The rows that a job takes over from an earlier output, which need not be read again."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         self._found: FoundOutput | None = None
 

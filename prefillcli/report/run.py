@@ -7,7 +7,7 @@ import json
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
@@ -280,11 +280,9 @@ class CommandReport(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
-    def new(cls, settings: BaseModel) -> Self:
-        """Return the report of a command that begins now, with these settings."""
-        return cls(
-            started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
-        )
+    def new(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the report of a command that begins now, with the values of these options by name."""
+        return cls(started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(dict(settings)))
 
     def safe(self) -> Self:
         """Return the report without secrets."""

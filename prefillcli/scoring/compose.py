@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.asking.batch_files import BatchAsking, is_batch_file, require_batch_file
+from prefillcli.asking.batch_files import BatchAsking, is_batch_file
 from prefillcli.asking.choices import ChoiceAsking
 from prefillcli.asking.decisions import DecisionAsking, kind_of_requests
 from prefillcli.asking.labels import LabelAsking
@@ -21,7 +21,6 @@ from prefillcli.core.asking import Asking
 from prefillcli.core.condition import LimitedCondition, RowCondition
 from prefillcli.core.further import Condition
 from prefillcli.core.roles import FollowUp, Judge, Reading
-from prefillcli.errors import UsageError
 from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
@@ -34,9 +33,9 @@ from prefillcli.judging.likelihood import LikelihoodJudge
 from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
 from prefillcli.judging.review import Reviewing
-from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.requirements import asks_more, compresses, leaves_early
+from prefillcli.options.settings import JobSettings
 from prefillcli.reading import earlier
 from prefillcli.reading.compress import compress
 from prefillcli.reading.compress.compress import Compress
@@ -53,7 +52,7 @@ from prefillcli.rows.output.schema import OutputSchema
 class Parts:
     """The parts of a job with these settings."""
 
-    settings: Any
+    settings: JobSettings
     asking: Asking
     gates: gates.Gates
     earlier: Earlier | None = None
@@ -77,17 +76,17 @@ class Parts:
         """The columns that the output has besides those of every output."""
         settings = self.settings
         asked: dict[Group, Any] = {
-            "adapters": getattr(settings, "adapter_column", None) is not None,
-            "audit": getattr(settings, "audit", 0),
+            "adapters": settings.adapters.adapter_column is not None,
+            "audit": settings.flips.audit,
             "calibrated": self.calibration,
-            "evidence": getattr(settings, "evidence", False),
+            "evidence": settings.rationales.evidence,
             "exits": self.exits,
-            "label_scores": self.exits or settings.label_norm != "none",
-            "openai": getattr(settings, "format", None),
-            "ordered": getattr(settings, "label_values", ()),
-            "rationales": getattr(settings, "rationale", 0),
+            "label_scores": self.exits or settings.answers.label_norm != "none",
+            "openai": "files" in settings.groups() and settings.requests.format,
+            "ordered": settings.choices.label_values,
+            "rationales": settings.rationales.rationale,
             "review": self.review,
-            "token_logprobs": getattr(settings, "token_logprobs", False),
+            "token_logprobs": settings.likelihood.token_logprobs,
         }
         return frozenset(name for name, given in asked.items() if given)
 
@@ -95,8 +94,8 @@ class Parts:
     def carried(self) -> list[str | None]:
         """Columns of the input that go to the output because a part needs them there."""
         settings = self.settings
-        truths = list(getattr(settings, "truth_columns", {}).values())
-        choices = [getattr(settings, "choices_column", None)] if truths else []
+        truths = list(settings.truth_columns.values())
+        choices = [settings.choices.choices_column] if truths else []
         return [*self.asking.carried, *truths, *choices]
 
     def condition(self, schema: OutputSchema) -> Condition | None:
@@ -106,12 +105,12 @@ class Parts:
             if isinstance(each, WaitingQuestions):
                 return each.condition(schema)
         settings = self.settings
-        if getattr(settings, "rationale_when", None) is None:
+        if settings.chosen.rationale_when is None:
             return None
-        return LimitedCondition(RowCondition(settings.rationale_when), schema, settings.rationale_limit)
+        return LimitedCondition(RowCondition(settings.chosen.rationale_when), schema, settings.chosen.rationale_limit)
 
 
-def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> Parts:
+def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> Parts:
     """Return the parts of a job with these settings of a command, over rows with the `available` columns, of which
     this is the `first`. Raises UsageError for options that are wrong whatever the rows hold."""
     asking = _asking(settings, available, first)
@@ -120,26 +119,27 @@ def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, An
     more = RationaleFollowUp(settings) if asks_more(settings) else None
     follow_ups = _follow_ups(settings, asking, more, plain=not compression)
     if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
-        return Parts(settings, asking, gates.Gates(settings), compression=compression, follow_ups=follow_ups)
+        return Parts(settings, asking, gates.Gates(settings.gates), compression=compression, follow_ups=follow_ups)
     leaving = Exits(settings, read_as) if leaves_early(settings) else None
     taken = Earlier(settings)
-    probabilities = Calibrating(settings) if settings.calibrates else None
+    probabilities = Calibrating(settings) if settings.probabilities.calibrates else None
     shares = Estimating(settings, leaving) if _estimates(settings) else None
-    rejects = Rejects(settings) if settings.rejects is not None else None
-    reviewing = Reviewing(settings) if settings.review_below is not None else None
+    rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
+    floors = settings.review.review_below
+    reviewing = None if floors is None else Reviewing(settings, floors)
     judges: tuple[Judge | None, ...] = (
-        LikelihoodJudge() if settings.target_column is not None else None,
+        LikelihoodJudge() if settings.likelihood.target_column is not None else None,
         QuestionJudge(asking.names) if isinstance(asking, QuestionAsking) else None,
         *(more, taken, probabilities, compression, leaving, shares),
-        Evaluating(settings) if settings.truth is not None else None,
+        Evaluating(settings) if settings.truth.truth is not None else None,
         rejects,
         reviewing,
-        AdapterJudge() if settings.adapter else None,
+        AdapterJudge() if settings.adapters.adapter else None,
     )
     return Parts(
         settings,
         asking,
-        gates.Gates(settings),
+        gates.Gates(settings.gates),
         earlier=taken,
         compression=compression,
         exits=leaving,
@@ -153,69 +153,41 @@ def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, An
     )
 
 
-def _asking(settings: Any, available: Sequence[str], first: Mapping[str, Any]) -> Asking:
-    if getattr(settings, "target_column", None) is not None:
-        return TargetAsking(settings)
-    if getattr(settings, "questions", None) is not None:
-        return QuestionAsking(settings)
-    if getattr(settings, "choices_column", None) is not None:
-        return ChoiceAsking(settings)
-    if kind_of_requests(settings, available, first) and "format" in type(settings).model_fields:
+def _asking(settings: JobSettings, available: Sequence[str], first: Mapping[str, Any]) -> Asking:
+    if (column := settings.likelihood.target_column) is not None:
+        return TargetAsking(settings, column)
+    if settings.asking.questions is not None:
+        return QuestionAsking(settings, settings.asking.questions)
+    if (column := settings.choices.choices_column) is not None:
+        return ChoiceAsking(settings, column)
+    if kind_of_requests(settings, available, first) and "requests" in settings.groups():
         return DecisionAsking(settings, available)
-    if is_batch_file(settings, available) and "served_model_name" in type(settings).model_fields:
+    if is_batch_file(settings, available) and "requests" in settings.groups():
         return BatchAsking(settings)
     return LabelAsking(settings)
 
 
-def _estimates(settings: Any) -> bool:
-    return settings.estimate is not None or bool(settings.audit and (settings.exit or settings.first))
+def _estimates(settings: JobSettings) -> bool:
+    return settings.estimate.estimate is not None or bool(
+        settings.flips.audit and (settings.exits.exit or settings.exits.first)
+    )
 
 
-def _follow_ups(settings: Any, asking: Asking, more: RationaleFollowUp | None, *, plain: bool) -> tuple[FollowUp, ...]:
+def _follow_ups(
+    settings: JobSettings, asking: Asking, more: RationaleFollowUp | None, *, plain: bool
+) -> tuple[FollowUp, ...]:
     if more is not None:
-        return (Evidence(), more) if settings.evidence else (more,)
+        return (Evidence(), more) if settings.rationales.evidence else (more,)
     # A question that is compressed, audited or followed up is asked together with all others.
-    scores = plain and isinstance(settings, ScoreSettings) and not settings.audit and settings.engine == "torch"
+    scores = (
+        plain
+        and isinstance(settings, ScoreSettings)
+        and not settings.flips.audit
+        and settings.engine.engine == "torch"
+    )
     if isinstance(asking, QuestionAsking) and scores:
         return (WaitingQuestions(asking.file),) if asking.file.waiting else ()
     return ()
-
-
-def for_requests(settings: Any, available: Sequence[str], first: Mapping[str, Any]) -> Any:
-    """Return the settings for rows with the `available` columns, of which this is the `first`: if they are requests,
-    with the column of their ids, and if these ask typed questions, with the form of the answers. Raises UsageError for
-    options that do not fit them."""
-    require_batch_file(settings, available)
-    kind, in_lines = kind_of_requests(settings, available, first), is_batch_file(settings, available)
-    named = getattr(settings, "id_column", "")
-    ids = [name for name in ((BATCH_ID,) if in_lines else (BATCH_ID, "id")) if name in available]
-    found = settings
-    if (kind or in_lines) and named is None and ids:
-        found = found.model_copy(update={"id_column": ids[0]})
-    if "format" not in type(settings).model_fields:
-        if kind:
-            raise UsageError(
-                "the rows are requests with typed questions, which prefill score answers and prefill inspect shows\n"
-                "prefill score --dry-run tells what they take"
-            )
-        return found
-    if settings.format and not kind and "output" not in type(settings).model_fields:
-        raise UsageError("--format: the rows are no requests with typed questions\nleave it out")
-    if settings.format and in_lines and named not in (None, BATCH_ID):
-        raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
-    usual = kind or "openai"
-    if settings.format not in (None, usual):
-        raise UsageError(f"--format {settings.format}: the first request has another form\ngive --format {usual}")
-    if kind and not settings.format:
-        found = found.model_copy(update={"format": kind})
-        try:
-            found.check()
-        except UsageError as error:
-            said = (
-                f"the rows ask typed questions, which is --format {kind} unless --prompt-column or --template is given"
-            )
-            raise UsageError(f"{said}\n{error}") from None
-    return found
 
 
 def sections_of(report: RunReport) -> list[Section]:

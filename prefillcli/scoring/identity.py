@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.engines.registry import ENGINES
 from prefillcli.models import adapters
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened, dtype_name
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import changed
+from prefillcli.options.settings import JobSettings
 from prefillcli.rows.output.target import MEASURE, Job
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.scoring.compose import Parts
@@ -59,7 +60,7 @@ class LocalModels:
     `local_models`.
     """
 
-    def __init__(self, settings: ScoreSettings) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self._contents = {path: ModelContents(path) for path in local_models(settings)}
         for contents in self._contents.values():
             contents.begin()
@@ -100,9 +101,9 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     }
     if labels.measure is not Measure.SHARES:
         found[MEASURE] = labels.measure.value
-    if settings.label_norm != "none":
-        found["label_norm"] = settings.label_norm
-    if settings.engine != "torch":
+    if settings.answers.label_norm != "none":
+        found["label_norm"] = settings.answers.label_norm
+    if settings.engine.engine != "torch":
         found["engine"] = hash_engine(settings)
     small = [models.of(each.files.origin) for each in opened.small]
     if small:
@@ -119,7 +120,7 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
         found |= parts.review.identity()
     for each in parts.readings:
         found |= each.identity(values)
-    if settings.adapter:
+    if settings.adapters.adapter:
         found["adapters"] = adapters.identity(settings, opened, values, models.of)
     found["settings"] = hash_value(changed(ScoreSettings, values))
     return found
@@ -129,16 +130,16 @@ def _one_or_hash(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else hash_value(digests)
 
 
-def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
+def output_job(fingerprint: Mapping[str, str], settings: JobSettings) -> Job:
     """Return the job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
-    selection = {name: getattr(settings, name) for name in settings.changing("rows")}
-    return Job(dict(fingerprint), selection, settings.id_column, asked(settings))
+    selection = {name: settings.value(name) for name in settings.changing("rows")}
+    return Job(dict(fingerprint), selection, settings.ids.id_column, asked(settings))
 
 
-def asked(settings: ScoreSettings) -> str:
+def asked(settings: JobSettings) -> str:
     """Return the digest of the options that may change an output."""
     names = settings.changing("scores", "columns", "rows")
-    return hash_value([[name, str(getattr(settings, name))] for name in names])
+    return hash_value([[name, str(settings.value(name))] for name in names])
 
 
 def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
@@ -152,21 +153,24 @@ def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
     )
 
 
-def hash_engine(settings: ScoreSettings) -> str:
+def hash_engine(settings: JobSettings) -> str:
     """Return the digest of the engine and those of its options that may change a score."""
-    sizes = ENGINES[settings.engine].sizes
+    sizes = ENGINES[settings.engine.engine].sizes
     return hash_value(
-        [settings.engine, {key: value for key, value in settings.engine_options.items() if key not in sizes}]
+        [
+            settings.engine.engine,
+            {key: value for key, value in settings.engine.engine_options.items() if key not in sizes},
+        ]
     )
 
 
-def _values(settings: ScoreSettings, opened: Opened) -> dict[str, Any]:
+def _values(settings: JobSettings, opened: Opened) -> dict[str, Any]:
     """Return the options that the fingerprint has by their value."""
     elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
-    return {name: getattr(settings, name) for name in names} | {
+    return {name: settings.value(name) for name in names} | {
         "dtype": str(opened.files.dtype),
-        "trust_remote_code": settings.trust_remote_code and _replaces_code(opened),
+        "trust_remote_code": settings.lm.trust_remote_code and _replaces_code(opened),
     }
 
 

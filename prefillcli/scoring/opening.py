@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.asking.batch_files import is_batch_file, require_batch_file
+from prefillcli.asking.decisions import for_requests
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking
 from prefillcli.asking.requests import is_request_file
 from prefillcli.core.inputs import Inputs
-from prefillcli.engines.registry import require_engine
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
 from prefillcli.judging.calibration import content_free_prompts
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, asks_typed, local_model, small_models
 from prefillcli.options.combinations import given
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.groups import JobOptions
+from prefillcli.options.engines import require_engine
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
 from prefillcli.runtime import clock, log
-from prefillcli.scoring.compose import Parts, compose, for_requests
+from prefillcli.scoring.compose import Parts, compose
 from prefillcli.scoring.loading import open_models
 from prefillcli.scoring.path_table import refuse_unlike_partitions
 from prefillcli.stats.labels import Measure
@@ -40,7 +41,7 @@ class Opening:
 
     parts: Parts
 
-    def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
+    def __init__(self, settings: JobSettings, carried: Sequence[str | None] = ()) -> None:
         self.inputs = Inputs(settings, carried)
         self._scores = isinstance(settings, ScoreSettings)  # whether options for whole outputs are checked
 
@@ -65,23 +66,28 @@ class Opening:
         clock.step("looking at the input")
         self.compose()  # raises UsageError for options that are wrong whatever the input holds
         inputs.source = source = Source.open(
-            settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed, **settings.csv
+            settings.input.inputs,
+            limit=settings.input.limit,
+            sample=settings.input.sample,
+            seed=settings.input.seed,
+            **settings.input.csv,
         )
         if (found := for_requests(settings, source.available, source.first)) is not settings:
             settings = inputs.settings = found
-            inputs.carry([settings.id_column])
+            inputs.carry([settings.ids.id_column])
         if is_batch_file(settings, source.available) or is_request_file(settings, source.available):
             self.compose(source.available, source.first)
-        own = settings.template is not None and not isinstance(inputs.asking, QuestionAsking)  # which compiles its own
-        inputs.template = RowTemplate(settings.template) if own else None
+        template = settings.prompts.template
+        if template is not None and not isinstance(inputs.asking, QuestionAsking):  # which compiles its own
+            inputs.template = RowTemplate(template)
         columns = inputs.asking.columns(source.available, inputs.template)
         source.select(columns=tuple(columns), carried=inputs.carried)
-        if (column := getattr(settings, "adapter_column", None)) is not None and column not in source.available:
+        if (column := settings.adapters.adapter_column) is not None and column not in source.available:
             raise UsageError(
                 f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
             )
         models = local_models(settings)
-        require_engine(getattr(settings, "engine", "torch"))
+        require_engine(settings.engine.engine)
         for path in source.left_out:
             log.warning(f"{without_secrets(path)}: not read: by its name no Parquet, JSON Lines or CSV")
         if self.parts.rejects is not None:
@@ -160,7 +166,7 @@ class Opening:
             self.parts.compression.require_use(available)
 
 
-def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
+def open_inputs(settings: JobSettings, carried: Sequence[str | None] = ()) -> Opening:
     """Open the rows of a command, then the models' folders. Raises as `Opening`."""
     opening = Opening(settings, carried)
     opening.open_source()
@@ -168,12 +174,14 @@ def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
     return opening
 
 
-def local_models(settings: JobOptions) -> list[Path]:
+def local_models(settings: JobSettings) -> list[Path]:
     """Return the folders and GGUF files on this machine of the model, the draft, first models and adapters."""
-    found = [sample_model(asks_typed(settings)) if settings.model is None else local_model(settings.model, "--model")]
+    found = [
+        sample_model(asks_typed(settings)) if settings.lm.model is None else local_model(settings.lm.model, "--model")
+    ]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]
-    adapters = getattr(settings, "adapter", {})
+    adapters = settings.adapters.adapter
     if adapters:
         from prefillcli.models.adapters import local_adapter
 
@@ -219,7 +227,7 @@ def require_label_uses(inputs: Inputs) -> None:
         why = "the classes of this model do not exclude one another: each has its own probability"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
-        if settings.audit and len(labels.names) == 1:  # no prediction could flip
+        if settings.flips.audit and len(labels.names) == 1:  # no prediction could flip
             asked += ["--audit"]
         why = "the model's head gives values, which are not probabilities"
         advice = "leave it out, or give --head probability"

@@ -47,14 +47,14 @@ def piped(settings: ScoreSettings) -> Iterator[Piped]:
         yield Piped(settings)
         return
     with tempfile.TemporaryDirectory(prefix="prefill-") as folder:
-        inputs, output = settings.inputs, None
+        inputs, output = settings.input.inputs, None
         if settings.reads_stdin:
             inputs = (str(_stored(Path(folder))),)
         if settings.writes_stdout:
             (first, *_), _ = discover(inputs)
             output = Path(folder) / ("stdout.csv" if first.kind in ("csv", "tsv") else "stdout.jsonl")
-        paths = {"inputs": inputs, "output": settings.output if output is None else str(output)}
-        yield Piped(settings.model_copy(update=paths), output)
+        paths = {"inputs": inputs, "output": settings.files.output if output is None else str(output)}
+        yield Piped(settings.with_options(paths), output)
 
 
 def _stored(folder: Path) -> Path:

@@ -259,12 +259,14 @@ class Recorder:
         self.packs = 0
         self._run = run
         self._sink, self._clock, self._stop = run.sink, run.clock, run.stop
-        self.first_window = FirstWindow(run.inputs.labels, run.inputs.opened.tokenizer, run.settings.temperature)
+        self.first_window = FirstWindow(
+            run.inputs.labels, run.inputs.opened.tokenizer, run.settings.answers.temperature
+        )
         self._forecast = forecast
         self._progress = Progress(
             rows,
-            interval=run.settings.progress_interval,
-            quiet=run.settings.quiet,
+            interval=run.settings.run.progress_interval,
+            quiet=run.settings.run.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
         self._drafted = 0.0  # seconds of the draft that the forecast includes
@@ -354,7 +356,7 @@ class Recorder:
                 window,
                 finished.rows,
                 finished.errors,
-                temperature=self._run.settings.temperature,
+                temperature=self._run.settings.answers.temperature,
                 probabilities=self._run.inputs.probabilities,
                 carried=finished.carried,
             )

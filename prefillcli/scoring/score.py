@@ -16,7 +16,8 @@ from prefillcli.core.scorer import DTYPES, USUAL, Granularity
 from prefillcli.core.windows import Prefetcher, WindowSize
 from prefillcli.errors import shown, shown_report
 from prefillcli.forecast.profile import Profile, find_profile
-from prefillcli.options.commands import PIPE, ScoreSettings
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.groups import PIPE
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
 from prefillcli.rows.output.resumption import plan_of, refuse_known
@@ -42,9 +43,9 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
 
     Errors are reported on stderr, and become the exit code in the summary. A dry run writes its own report.
     """
-    run_id = settings.run_id or log.new_run_id()
-    with log.log_of(run_id, json_lines=settings.log_format == "json"):
-        if settings.dry_run:
+    run_id = settings.log.run_id or log.new_run_id()
+    with log.log_of(run_id, json_lines=settings.log.log_format == "json"):
+        if settings.prediction.dry_run:
             return dry_run_job(settings, granularity)
         return _run_job(settings, run_id, granularity)
 
@@ -55,10 +56,10 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         sections_of,
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=shown(settings.model_dump(mode="json")),
+        settings=shown(settings.to_json()),
     )
     log.event("started", "the run begins", settings=report.settings)
-    given = settings.model_copy(update={"run_id": run_id})  # workers log it, too
+    given = settings.with_options({"run_id": run_id})  # workers log it, too
     memory = MemoryWatch(clock)
     job: ScoreJob | None = None
     output = metrics_file = None
@@ -71,26 +72,26 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         report.take_memory(memory.samples)
         report.warnings = log.warnings_of_run(without=ABOUT_ANSWERS)
         if output is not None and not at_end:
-            leave_earlier_report(report, output, given.shard_of, quiet=given.quiet)
+            leave_earlier_report(report, output, given.files.shard_of, quiet=given.run.quiet)
         write_files(report, metrics_file)
 
-    ended = shell(report, debug=given.debug, can_resume=given.can_resume, finish=finish)
+    ended = shell(report, debug=given.run.debug, can_resume=given.can_resume, finish=finish)
     with ended as stop, memory, ExitStack() as pipes:
-        report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.shard
+        report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.files.shard
         with clock.phase("read"), stop.at_once():
             pipe = pipes.enter_context(piped(given))
             settings, output = pipe.settings, output_of(pipe.settings)
             require_apart(settings)  # before anything is written, even the report of a failed run
-        metrics_file = settings.metrics_file
-        if pipe.output is None or settings.report is not None:
-            report.report = report_path(output, settings.report, settings.shard_of)
+        metrics_file = settings.files.metrics_file
+        if pipe.output is None or settings.files.report is not None:
+            report.report = report_path(output, settings.files.report, settings.files.shard_of)
         job = ScoreJob(Run(settings, report, output, clock, stop), granularity)
         job.run()
         at_end = True
         with stop.at_once():
             pipe.write_out()
     step("")
-    if not given.quiet and report.status == "complete" and not log.logs_json():
+    if not given.run.quiet and report.status == "complete" and not log.logs_json():
         print_table(shown_report(report))
     else:
         for text in untold(report):
@@ -109,7 +110,7 @@ class ScoreJob:
     def __init__(self, run: Run, granularity: Granularity) -> None:
         self._run = run
         self._granularity = granularity
-        self._opening = Opening(run.settings, (run.settings.id_column, *run.settings.keep_columns))
+        self._opening = Opening(run.settings, (run.settings.ids.id_column, *run.settings.files.keep_columns))
         self._profile: Profile | None = None
         self._forecast: RemainingTime | None = None
         self._scored_before = 0  # rows that an earlier run has scored
@@ -124,7 +125,7 @@ class ScoreJob:
         step("opening the output")
         with self._open_sink() as sink:
             run.sink = sink
-            if settings.shard is not None:  # else as the user named it, with its slash
+            if settings.files.shard is not None:  # else as the user named it, with its slash
                 report.output = sink.location
             self._scored_before = sink.counts.scored - sink.counts.taken_over
             report.resumed = sink.counts.total > 0
@@ -133,16 +134,16 @@ class ScoreJob:
             step("looking at the finished output")
             failed = self._judge(sink)
             # A shard's share of errors shows nothing about the whole: prefill merge judges that.
-            most = settings.max_error_rate if settings.shard is None else None
+            most = settings.files.max_error_rate if settings.files.shard is None else None
             empty = sink.empty_input
-        skip = settings.skip_empty
+        skip = settings.files.skip_empty
         conclude(report, sink.counts, max_error_rate=most, empty_input=empty, skip_empty=skip, failed=failed)
 
     def _open_inputs(self) -> None:
         run, settings, opening = self._run, self._run.settings, self._opening
         with run.clock.phase("read"), run.stop.at_once():
-            if settings.profile is not None:
-                Profile.load(settings.profile)
+            if settings.prediction.profile is not None:
+                Profile.load(settings.prediction.profile)
             opening.open_source()
             self.parts = opening.parts
             run.settings = settings = opening.inputs.settings
@@ -157,7 +158,7 @@ class ScoreJob:
         opened = opening.inputs.opened
         run.report.model = run.report.settings.get("model") or f"{opened.files.origin} (the sample model)"
         why = opened.files.dtype_why or "as the model is saved"
-        why = "set by --dtype" if settings.dtype != "auto" else "as the job began" if dtypes else why
+        why = "set by --dtype" if settings.lm.dtype != "auto" else "as the job began" if dtypes else why
         run.report.dtype = ComputedIn(name=opened.dtypes[0], why=why)
 
     def _identify(self) -> None:
@@ -178,27 +179,29 @@ class ScoreJob:
     def _earlier_dtypes(self) -> Sequence[str]:
         # The number formats of the models in an earlier attempt at the job; none without.
         settings = self._run.settings
-        earlier = None if settings.overwrite else plan_of(self._run.output, settings.shard_of)
+        earlier = None if settings.files.overwrite else plan_of(self._run.output, settings.files.shard_of)
         return () if earlier is None else tuple(earlier.get(DTYPES, ()))
 
     def _refuse_known_output(self) -> None:
         # Refuse an output that this job must not touch, as far as is known before torch is imported.
         settings = self._run.settings
-        if settings.overwrite or settings.shard is not None or settings.retry_errors:
+        if settings.files.overwrite or settings.files.shard is not None or settings.earlier.retry_errors:
             return
-        refuse_known(self._run.output, partial(is_same, self._opening.inputs, self.models), resume=settings.resume)
+        refuse_known(
+            self._run.output, partial(is_same, self._opening.inputs, self.models), resume=settings.files.resume
+        )
 
     def _open_sink(self) -> Sink:
         run, settings, inputs = self._run, self._run.settings, self._run.inputs
-        return (Sink if settings.shard is None else ShardSink).open(
+        return (Sink if settings.files.shard is None else ShardSink).open(
             run.output,
             output_job(run.report.fingerprint, settings),
             inputs.schema(),
-            resume=settings.resume,
-            overwrite=settings.overwrite,
-            retry_errors=settings.retry_errors,
-            partitions=inputs.source.partitions if settings.partition else None,
-            shard=settings.shard_of,
+            resume=settings.files.resume,
+            overwrite=settings.files.overwrite,
+            retry_errors=settings.earlier.retry_errors,
+            partitions=inputs.source.partitions if settings.files.partition else None,
+            shard=settings.files.shard_of,
         )
 
     def _score(self) -> None:
@@ -207,7 +210,7 @@ class ScoreJob:
         scorer.plan = {**scorer.plan, DTYPES: run.inputs.opened.dtypes}
         run.profile = self._profile = self._find_profile()
         if self._profile is not None:
-            self._forecast = RemainingTime(self._profile.seconds, self._expected_rows, run.settings.workers)
+            self._forecast = RemainingTime(self._profile.seconds, self._expected_rows, run.settings.processes.workers)
         ended: list[int] = []
         coming = self._windows(ended)
         self.recorder = Recorder(run, self._expected_rows, self._forecast)
@@ -264,8 +267,8 @@ class ScoreJob:
         with run.clock.phase("write"):
             self._require_unchanged(None)
             (count,) = ended  # reported at the end of the input
-            if run.settings.shard is not None:  # for prefill merge, which judges and evaluates the whole
-                sink.plan = sink.plan | {"max_error_rate": run.settings.max_error_rate}
+            if run.settings.files.shard is not None:  # for prefill merge, which judges and evaluates the whole
+                sink.plan = sink.plan | {"max_error_rate": run.settings.files.max_error_rate}
                 for each in parts.judges:
                     sink.plan = sink.plan | dict(each.shard_plan())
             sink.finish(count)
@@ -277,9 +280,9 @@ class ScoreJob:
     def _judge(self, sink: Sink) -> Sequence[str]:
         # Judge the finished output. Returns sentences on how it differs from the expected one.
         run, report = self._run, self._run.report
-        if run.settings.audit:
+        if run.settings.flips.audit:
             report.take_audit(sink.counts, run.inputs.labels.is_positive)
-        if run.settings.shard is not None:  # prefill merge judges and evaluates shards
+        if run.settings.files.shard is not None:  # prefill merge judges and evaluates shards
             return ()
         for each in self.parts.judges:
             each.ended(run)
@@ -288,7 +291,7 @@ class ScoreJob:
 
     def _expected_rows(self) -> Expected | None:
         # The number of rows of the job; of a shard its share of them.
-        found, shard = self._run.inputs.source.expected_rows(), self._run.settings.shard_of
+        found, shard = self._run.inputs.source.expected_rows(), self._run.settings.files.shard_of
         if found is None or shard is None:
             return found
         return Expected(-(-found.rows // shard.count), exact=False)
@@ -296,7 +299,7 @@ class ScoreJob:
     def _load_models(self) -> None:
         # Load the models here or in workers.
         run = self._run
-        if run.settings.uses_workers:
+        if run.settings.processes.uses_workers:
             with run.clock.phase("load"):
                 start_workers(run.scorer, run.stop, self.models.digests, self._profile)
             return
@@ -325,9 +328,9 @@ class ScoreJob:
         run, settings = self._run, self._run.settings
         profile, name, why = find_profile(settings, run.inputs.opened, run.report.fingerprint["model"])
         run.report.no_prediction = why
-        if why is not None and settings.profile is not None:
+        if why is not None and settings.prediction.profile is not None:
             log.warning(f"no prediction: {why}")
-        elif why is not None and not settings.quiet and os.path.exists(name):
+        elif why is not None and not settings.run.quiet and os.path.exists(name):
             log.info(f"no prediction: {why}")
         return profile
 

@@ -72,7 +72,7 @@ def score(
     """
     inputs, rewritten = scorer.inputs, scorer.read is not None
     further = further_questions(inputs, parts, chosen)
-    audit = inputs.settings.audit
+    audit = inputs.settings.flips.audit
     options = ScoringOptions(
         block_tokens=0 if rewritten else scorer.granularity.block_tokens,
         questions=scorer.requests if rewritten else None,

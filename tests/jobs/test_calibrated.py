@@ -14,7 +14,7 @@ from scipy.special import expit, softmax
 
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibration
-from prefillcli.options.judging import CalibrateSettings
+from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
 from prefillcli.tools.calibrate import calibrate_job

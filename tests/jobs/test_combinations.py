@@ -88,7 +88,7 @@ def _both(each: Refused) -> Settings:
     # Settings of a command with both options, whose own checks have not run.
     kind = InspectSettings if (each.option, each.other) == ("--exit-profile", "--adapter") else ScoreSettings
     values = {"inputs": ("in.parquet",), **GIVEN[each.option], **GIVEN[each.other]}
-    return kind(**{name: value for name, value in values.items() if name in kind.model_fields})
+    return kind(**{name: value for name, value in values.items() if name in kind.options()})
 
 
 @pytest.mark.parametrize("each", REFUSED, ids=lambda each: f"{each.option} {each.other}")
@@ -107,7 +107,7 @@ def test_either_of_the_two_alone_is_not_refused_for_it(each: Refused) -> None:
     both = _both(each)
     for text in (each.option, each.other):
         values = {"inputs": ("in.parquet",), **GIVEN[text]}
-        settings = type(both)(**{name: value for name, value in values.items() if name in type(both).model_fields})
+        settings = type(both)(**{name: value for name, value in values.items() if name in type(both).options()})
         assert not each.holds(settings)
 
 

@@ -148,7 +148,7 @@ class AnyOptions(Opening):
     """Options are also given that go with others alone, and are then without effect."""
 
     def __init__(self, settings: ScoreSettings) -> None:
-        super().__init__(settings, (settings.id_column, *settings.keep_columns))
+        super().__init__(settings, (settings.ids.id_column, *settings.files.keep_columns))
         self._scores = False
 
 
@@ -170,10 +170,10 @@ def plain_identity() -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def other_value(name: str) -> Any:
-    field = ScoreSettings.model_fields[name]
+    field = ScoreSettings.options()[name]
     for value in (OTHER[name],) if name in OTHER else (*get_args(field.annotation), *VALUES):
         try:
-            found = getattr(ScoreSettings.model_validate({"inputs": ["rows.jsonl"], name: value}), name)
+            found = ScoreSettings.of({"inputs": ["rows.jsonl"], name: value}).value(name)
         except ValidationError:
             continue
         if found not in (field.default, None):
@@ -194,7 +194,7 @@ def test_the_options_of_an_engine_are_still_known(options: str) -> None:
     assert hash_engine(settings) == VLLM[options]
 
 
-@pytest.mark.parametrize("name", sorted(ScoreSettings.model_fields.keys() - FILES))
+@pytest.mark.parametrize("name", sorted(ScoreSettings.options().keys() - FILES))
 def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 0.4)  # a processor that is made for int8
     beside = BESIDE.get(name, {})
@@ -213,7 +213,7 @@ def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str, monk
         save_encoder(Path("encoder"))
     plain = ScoreSettings(**(BASE | beside))
     before = identity(plain) if beside else plain_identity()
-    after = identity(plain.model_copy(update={name: other_value(name)}))
+    after = identity(plain.with_options({name: other_value(name)}))
     changes = details_of(ScoreSettings, name).changes
     assert (before[0] != after[0]) == (changes in ("scores", "columns", "rows"))
     assert (before[1] != after[1]) == (changes == "rows")

@@ -63,7 +63,7 @@ def plain(annotation: Any) -> Any:
 @pytest.mark.parametrize("name", [*OF_SCORER, *OF_FILES])
 def test_types_are_those_of_the_settings(name: str) -> None:
     hint = get_type_hints(ScoreOptions)[name]
-    assert hint == OWN_TYPES.get(name, plain(ScoreSettings.model_fields[name].annotation))
+    assert hint == OWN_TYPES.get(name, plain(ScoreSettings.options()[name].annotation))
 
 
 def test_signatures_list_the_options_with_their_defaults() -> None:
@@ -75,14 +75,14 @@ def test_signatures_list_the_options_with_their_defaults() -> None:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
         assert set(parameters) == own | set(options)
         for name in options:
-            assert parameters[name].default == ScoreSettings.model_fields[name].default
+            assert parameters[name].default == ScoreSettings.options()[name].default
         explained = pydoc.plain(pydoc.render_doc(function.__init__ if function is prefillcli.Scorer else function))
         told = dict(re.findall(r"^ +(\w+): (\w+)", explained, re.MULTILINE))
         for name in options:
-            assert (ScoreSettings.model_fields[name].description or "").startswith(told[name])
+            assert (ScoreSettings.options()[name].description or "").startswith(told[name])
 
 
-@pytest.mark.parametrize("name", sorted({*ScoreSettings.model_fields} - {*OF_SCORER, *OF_FILES, "model"}))
+@pytest.mark.parametrize("name", sorted({*ScoreSettings.options()} - {*OF_SCORER, *OF_FILES, "model"}))
 def test_an_option_of_jobs_is_refused(name: str) -> None:
     for call in (prefillcli.Scorer, lambda model, **options: prefillcli.score(["x"], model, **options)):
         owner = "Scorer" if call is prefillcli.Scorer else r"score\(\)"

@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import Calibration, PlattScaling
-from prefillcli.options.judging import CalibrateSettings
+from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.calibrate import calibrate_job
 from tests.jobs.answers import likeliest, shares_of

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.errors import UsageError, counted
 from prefillcli.options.option import COMPRESSION, changed, details_of
+from prefillcli.options.settings import JobSettings
 from prefillcli.reading.compress.compressor import WindowCompressor, compressor_of
 from prefillcli.reading.compress.load import RemoteDraft
 from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
@@ -35,7 +36,7 @@ HASHED = (
 class Compress(Reading, Judge):
     """Compression in a job. The plan of the job has the keep rate that `--keep auto` has chosen."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         self._methods: Mapping[str, int] = {}
         self._windows: WindowCompressor | None = None
@@ -43,11 +44,11 @@ class Compress(Reading, Judge):
     def require_use(self, columns: Collection[str]) -> None:
         """Raise UsageError if nothing of rows with these columns would be compressed."""
         settings = self.settings
-        if settings.uses_draft and getattr(settings, "speculates_by_draft", False):
+        if settings.uses_draft and settings.rationales.speculates_by_draft:
             return
-        if "keep" not in settings.model_fields_set and "keep" not in columns:
+        if not settings.compression.is_given("keep") and "keep" not in columns:
             guessing = "--speculation draft if it is to guess tokens of rationales, "
-            guessing = guessing if getattr(settings, "rationale", 0) else ""
+            guessing = guessing if settings.rationales.rationale else ""
             raise UsageError(
                 "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
                 f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
@@ -58,14 +59,14 @@ class Compress(Reading, Judge):
         rest = [name for name in values if details_of(type(self.settings), name).panel == COMPRESSION]
         rest_values = {name: values.pop(name) for name in rest}
         found = {"compression": hash_value([*map(list, own.items()), *changed(type(self.settings), rest_values)])}
-        draft = self.settings.draft
+        draft = self.settings.compression.draft
         if self.settings.uses_draft:  # it is identified by the contents of its files
             return found
-        return found | {"draft": hash_value([draft, self.settings.seed] if draft == "random" else draft)}
+        return found | {"draft": hash_value([draft, self.settings.input.seed] if draft == "random" else draft)}
 
     def read_as(self) -> list[Any]:
         """Return how prompts are read, as a value to hash: exits learn from the answers and are used again later."""
-        return [self.settings.keep, asdict(compression_of(self.settings))]
+        return [self.settings.compression.keep, asdict(compression_of(self.settings.compression))]
 
     def begin(self, run: Run) -> None:
         """Count on from the rows that earlier attempts have written."""
@@ -91,7 +92,7 @@ class Compress(Reading, Judge):
 
     def reported(self, run: Run, counts: Counts | None) -> None:
         if counts is not None and hasattr(run.inputs, "builder"):
-            run.report.keep = keep_rate(self.settings, run.sink.plan)
+            run.report.keep = keep_rate(self.settings.compression, run.sink.plan)
             run.report.keep_auto = run.sink.plan.get("keep_auto")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from prefillcli.options.reading import PAPER
+from prefillcli.options.reading import PAPER, CompressionOptions
 
 Reduce = Literal["rank", "mean", "max"]
 
@@ -60,23 +60,17 @@ class Compression:
         return replace(self, keep_last=max(self.keep_last, sliding_window or 0))
 
 
-def compression_of(settings: Any) -> Compression:
+def compression_of(options: CompressionOptions) -> Compression:
     """Return the options of compression, in the form for the draft and the selection."""
     names = {"per_row": "compress_per_row"}
     found = Compression(
-        **{each.name: getattr(settings, names.get(each.name, each.name)) for each in fields(Compression)}
+        **{each.name: getattr(options, names.get(each.name, each.name)) for each in fields(Compression)}
     )
-    if settings.drafts_itself:
+    if options.drafts_itself:
         found = replace(found, lookahead=1)  # it decodes nothing
-    return replace(found, **PAPER) if settings.paper else found
+    return replace(found, **PAPER) if options.paper else found
 
 
-def keep_rate(settings: Any, plan: Mapping[str, Any]) -> float:
+def keep_rate(options: CompressionOptions, plan: Mapping[str, Any]) -> float:
     """Return a job's keep rate: the given one or the one that its plan has chosen; 1 until then."""
-    return float(plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep))
-
-
-# The ways to pick tokens, known by name before anything is imported or loaded.
-
-
-# The options.
+    return float(plan.get("keep", 1.0 if options.keep == "auto" else options.keep))

@@ -11,6 +11,7 @@ from prefillcli.engines.base import PLAIN, EarlyExits, Treatment
 from prefillcli.errors import UsageError
 from prefillcli.models.open import WORDS
 from prefillcli.options.option import EARLY_EXIT, details_of
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import carried_by_few, in_full
 from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.full_rows import FullRows
@@ -42,7 +43,7 @@ class Exits(Reading, Judge):
     """The exits of a job: learnt before its first window, at work between layers, and watched. `read_as` states how
     prompts are read otherwise. Raises UsageError for a wrong exit profile."""
 
-    def __init__(self, settings: Any, read_as: Sequence[Any] = ()) -> None:
+    def __init__(self, settings: JobSettings, read_as: Sequence[Any] = ()) -> None:
         self.settings = settings
         self.profile: ExitProfile | None = None
         """The profile that an earlier job has learnt."""
@@ -65,19 +66,23 @@ class Exits(Reading, Judge):
         self._first_rows: Counter[int] = Counter()
         self._first_seconds: dict[int, float] = {}
         self._spared = 0
-        if settings.exit_profile is not None:
-            self.profile = exit_profile_at(settings.exit_profile)
+        if settings.exits.exit_profile is not None:
+            self.profile = exit_profile_at(settings.exits.exit_profile)
 
     def require_models(self, opened: Opened) -> None:
         """Raise UsageError where these models cannot decide rows early."""
-        narrow = self.settings.narrow
+        narrow = self.settings.exits.narrow
         if narrow is not None:
             from prefillcli.models.dtype import require_faster
             from prefillcli.walk.narrow import check_narrow
 
             check_narrow(narrow, opened.device, str(opened.files.origin) if opened.files.encoder else None)
             require_faster(narrow, opened.files.dtype, opened.device)
-        if opened.files.head is not None and self.settings.first and any(not each.files.head for each in opened.small):
+        if (
+            opened.files.head is not None
+            and self.settings.exits.first
+            and any(not each.files.head for each in opened.small)
+        ):
             raise UsageError(
                 "--first: the model's classification head is read, and the first model has only tokens\n"
                 "give a first model with a head, or read the model's next token with --head vocabulary"
@@ -99,16 +104,16 @@ class Exits(Reading, Judge):
     def require_same_job(self, run: Run) -> None:
         """Raise UsageError for an exit profile of another job, once the fingerprint is known."""
         if self.profile is not None:
-            require_same_job(self.profile, self.settings.exit_profile, job_of_exits(run, self._read_as))
+            require_same_job(self.profile, self.settings.exits.exit_profile, job_of_exits(run, self._read_as))
 
     def learn(self, run: Run) -> None:
         """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
-        if self.settings.estimate is not None:
+        if self.settings.estimate.estimate is not None:
             return
         with run.clock.phase("exits"):
             rows = FullRows(run, readers_of(run.scorer))
             learning: Learning
-            if self.settings.rare_option is None:
+            if self.settings.exits.rare_option is None:
                 learning = ExitLearning(rows, self.profile, self._read_as)
             else:
                 learning = RareLearning(rows, self._read_as)

@@ -19,6 +19,7 @@ import numpy as np
 from prefillcli.core.request import Tick
 from prefillcli.engines.base import EarlyExits, Engine, Readings, Treatment
 from prefillcli.models.open import WORDS, Small
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -74,7 +75,7 @@ def readings_of(found: Sequence[FirstReading | None]) -> Readings:
 class FirstPrompts:
     """Makes the prompts of the first model from those of the large one: the same text, in its own tokens."""
 
-    def __init__(self, opened: Opened, small: Small, labels: Labels, settings: Any) -> None:
+    def __init__(self, opened: Opened, small: Small, labels: Labels, settings: JobSettings) -> None:
         own, head = small.tokenizer, small.files.head
         self._whole = small.files.encoder
         self._classes = None if head is None else LabelSet.of([[each] for each in range(len(head.classes))])
@@ -82,7 +83,7 @@ class FirstPrompts:
         self._translator = None if own is None else Translator(opened.tokenizer, own, self._embedded)
         self._labels: list[Labels] = []  # after each prompt of a row
         if own is not None and head is None:
-            norm, end = settings.label_norm, settings.label_end
+            norm, end = settings.answers.label_norm, settings.answers.label_end
             self._labels = [Labels(own, each.question, norm=norm, end=end) for each in labels.asked]
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
@@ -174,7 +175,7 @@ def _planned(models: Models[Any], small: Small, before: dict[str, Any] | None) -
     if files.encoder:
         return {"limits": asdict(Limits(max(PACK_TOKENS[device.type], files.max_length), files.max_length))}
     law = memory_law(files.config, files.dtype, None if files.head is None else len(files.head.classes))
-    chunk = models.settings.chunk_tokens or choose_chunk(law, budget, device)
+    chunk = models.settings.packs.chunk_tokens or choose_chunk(law, budget, device)
     limits = draft_limits(law, budget=budget, device=device, chunk_tokens=chunk, queries=1, all_layers=False)
     if before is not None and before["limits"]["max_tokens"] <= limits.max_tokens:
         return dict(before)
@@ -225,7 +226,7 @@ class Reader(Protocol):
 def readers_of(scorer: ModelScorer) -> dict[int, tuple[str, Reader]]:
     """Return the names and readers of `--first` and `--compute` by their layers: the last is that before the first
     layer."""
-    names, own = scorer.settings.chain, iter(range(len(scorer.inputs.opened.small)))
+    names, own = scorer.settings.exits.chain, iter(range(len(scorer.inputs.opened.small)))
     return {
         BEFORE - len(names) + 1 + place: (
             name,

@@ -104,7 +104,7 @@ class FullRows:
         questions = self._requests(np.sort(numbers))
         if not questions:
             return ReadRows([], [], 0, layers, {})
-        if not self.run.settings.quiet:
+        if not self.run.settings.run.quiet:
             rows = len({question.prompt.row for question in questions})
             log.info(f"{rows:,} rows are read in full first, {why}")
         step("reading rows in full")

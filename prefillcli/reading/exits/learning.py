@@ -122,7 +122,7 @@ def learnt_once(learning: Learning) -> Lesson:
         ended = {ENDED: before[ENDED]} if ENDED in before else {}  # ended by drift, and learnt again since
         learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
         sink.plan = sink.plan | {EXITS: learnt | ended}
-        if run.report.report is not None and run.settings.exit_profile is None and use.rare is None:
+        if run.report.report is not None and run.settings.exits.exit_profile is None and use.rare is None:
             path = exits_path(run.report.report)
             try:
                 write_sealed(path, profile.to_json())
@@ -130,9 +130,8 @@ def learnt_once(learning: Learning) -> Lesson:
                 log.warning(f"cannot write {path}: {error}")
         for name, own in use.each.items():
             if own.reason is not None:
-                log.warning(
-                    f"{run.settings.exit_option}{of_question_text(name)}: {own.reason}; all rows are read in full"
-                )
+                option = f"{run.settings.exits.exit_option}{of_question_text(name)}"
+                log.warning(f"{option}: {own.reason}; all rows are read in full")
     else:
         profile, known = found
     return Lesson(profile, known, _use_of(sink.plan[EXITS]))
@@ -176,7 +175,7 @@ class ExitLearning:
         """Read some rows in full and learn from them, or test whether a given profile still holds."""
         settings, given = self.rows.run.settings, self.given
         depth: int = self.rows.run.inputs.opened.files.config.get_text_config().num_hidden_layers
-        layers = observed_layers(depth) if settings.exit else ()
+        layers = observed_layers(depth) if settings.exits.exit else ()
         policies = [] if given is None else [each.policy for each in given.questions if each.policy is not None]
         if policies:
             own = (layer for each in policies if each.inside is not None for layer in each.inside.layers)
@@ -185,7 +184,7 @@ class ExitLearning:
         provable = None
         if given is None:
             provable = provable_flips(
-                min(self._count, len(self.rows.numbers()) // 2), settings.max_flips, self._classes
+                min(self._count, len(self.rows.numbers()) // 2), settings.flips.max_flips, self._classes
             )
         read = self._read_rows(layers, provable)
         first = read.first_use(self.rows.run.inputs.opened, self.rows.first)
@@ -202,8 +201,8 @@ class ExitLearning:
         whole = ExitUse(
             status="none",
             reused=given is not None,
-            max_flips=settings.max_flips,
-            flips_of=settings.flips_of,
+            max_flips=settings.flips.max_flips,
+            flips_of=settings.exits.flips_of,
             confidence=profile.questions[0].findings.confidence,
             model_layers=depth,
             provable=provable,
@@ -226,18 +225,18 @@ class ExitLearning:
         if given is not None:
             if (policy := given.policy) is None:
                 return given, given.findings.reason
-            check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
-            if not settings.quiet:
+            check = recheck_exits(policy, rows, settings.flips.max_flips, names, settings.exits.flips_of)
+            if not settings.run.quiet:
                 log.info(f"--exit-profile{of_question_text(given.question)}: {check.text}")
             return given, check.reason
         depth: int = config.get_text_config().num_hidden_layers
         found = calibrate_exits(
             rows,
             layers=depth,
-            max_flips=settings.max_flips,
+            max_flips=settings.flips.max_flips,
             labels=names,
             costs=replace(exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in first}),
-            flips_of=settings.flips_of,
+            flips_of=settings.exits.flips_of,
             of=self._drawn_from,
         )
         findings = found.findings
@@ -274,10 +273,10 @@ class ExitLearning:
         settings, classes, count = self.rows.run.settings, self._classes, self._count
         rows = self.rows.numbers()
         drawn = rows[np.random.default_rng(SEED).permutation(len(rows))[: len(rows) // 2]]
-        if provable is not None and not settings.quiet:
-            log.info(provable_text(provable, classes, settings.max_flips, settings.exit_option))
-        read = self.rows.read(drawn[:count], layers, f"for {settings.exit_option}")
-        if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
+        if provable is not None and not settings.run.quiet:
+            log.info(provable_text(provable, classes, settings.flips.max_flips, settings.exits.exit_option))
+        read = self.rows.read(drawn[:count], layers, f"for {settings.exits.exit_option}")
+        if settings.exits.exit_rows is None and provable is not None and classes > 1 and read.answers:
             asked = self.rows.run.inputs.labels.asked
             bytes_of_row = (
                 4 * max(len(layers), 1) * self.rows.run.inputs.opened.files.config.get_text_config().hidden_size
@@ -290,7 +289,7 @@ class ExitLearning:
             for question, answer in zip(read.questions, read.answers, strict=True):
                 best[question.prompt.part].append(int(answer.logprobs.argmax()))
             total = max(
-                rows_for_rarest(np.bincount(own, minlength=len(each.names)), settings.max_flips, most)
+                rows_for_rarest(np.bincount(own, minlength=len(each.names)), settings.flips.max_flips, most)
                 for each, own in zip(asked, best, strict=True)
                 if own
             )
@@ -300,22 +299,22 @@ class ExitLearning:
     @property
     def _count(self) -> int:
         # The number of rows to read at first, if half of the job has that many.
-        if self.rows.run.settings.exit_rows is not None:
-            return int(self.rows.run.settings.exit_rows)
+        if self.rows.run.settings.exits.exit_rows is not None:
+            return int(self.rows.run.settings.exits.exit_rows)
         if self.given is not None:
             return CHECKED_ROWS
-        return rows_to_learn(self.rows.run.settings.max_flips, self._classes)
+        return rows_to_learn(self.rows.run.settings.flips.max_flips, self._classes)
 
     @property
     def _drawn_from(self) -> int | None:
         # The number of rows from which those read in full are drawn. None if it is their labels that decide how many,
         # or if the job is a part of a file: its exits may be meant for the rest.
         settings, total = self.rows.run.settings, len(self.rows.numbers())
-        fixed = settings.exit_rows is not None or self._classes == 1 or self._count >= total // 2
-        return total if fixed and settings.limit is None and settings.sample is None else None
+        fixed = settings.exits.exit_rows is not None or self._classes == 1 or self._count >= total // 2
+        return total if fixed and settings.input.limit is None and settings.input.sample is None else None
 
     @property
     def _classes(self) -> int:
         # The most classes of a question's answers whose flips are bounded.
         names = max(len(each.names) for each in self.rows.run.inputs.labels.asked)
-        return names if self.rows.run.settings.flips_of == "each" else 1
+        return names if self.rows.run.settings.exits.flips_of == "each" else 1

@@ -513,13 +513,13 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
         raise UsageError(f"--exit-profile {path}: {reason}\n{_AGAIN}") from None
 
 
-def require_same_job(profile: ExitProfile, path: str, job: Mapping[str, Any]) -> None:
+def require_same_job(profile: ExitProfile, path: str | None, job: Mapping[str, Any]) -> None:
     """Raise UsageError if a profile is of another model, prompt or labels than a `job`, or proves less than it asks.
 
     The job has `model`, `prompt`, `layers`, `max_flips` and `flips_of`, as profiles do, and the identities of its
     `questions` (`identity_of`).
     """
-    shown = without_secrets(path)
+    shown = without_secrets(path or "")
     own = [
         {name: getattr(each, name) for name in ("question", "labels", "label_tokens")} for each in profile.questions
     ]
@@ -576,16 +576,16 @@ def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
     digests = run.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept = list(read_as)
-    named = (WORDS, run.settings.narrow)  # a first model is identified by its contents
-    first = [name if name in named else "first" for name in run.settings.chain]
+    named = (WORDS, run.settings.exits.narrow)  # a first model is identified by its contents
+    first = [name if name in named else "first" for name in run.settings.exits.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *first]),
         "layers": run.inputs.opened.files.config.get_text_config().num_hidden_layers,
-        "max_flips": run.settings.max_flips,
-        "flips_of": run.settings.flips_of,
+        "max_flips": run.settings.flips.max_flips,
+        "flips_of": run.settings.exits.flips_of,
         "questions": [identity_of(each) for each in run.inputs.labels.asked],
     }
 

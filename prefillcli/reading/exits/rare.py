@@ -326,7 +326,7 @@ class RareLearning:
         settings, names, numbers = self.rows.run.settings, self.rows.run.inputs.labels.names, self.rows.numbers()
         depth: int = self.rows.run.inputs.opened.files.config.get_text_config().num_hidden_layers
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
-        read = self.rows.read(drawn, (), f"for {settings.exit_option}")
+        read = self.rows.read(drawn, (), f"for {settings.exits.exit_option}")
         rows, first = read.of_part(0, len(names)), read.first_use(self.rows.run.inputs.opened, self.rows.first)
         known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
         leads, probe = np.full(len(numbers), math.nan), None
@@ -349,7 +349,13 @@ class RareLearning:
             return np.array([answers.get(row, False) for row in numbers[places].tolist()], np.bool_)
 
         search = Search(
-            leads, known, rows.truth == 0, ask, recall=settings.recall, precision=settings.precision, seed=SEED
+            leads,
+            known,
+            rows.truth == 0,
+            ask,
+            recall=settings.exits.recall,
+            precision=settings.exits.precision,
+            seed=SEED,
         )
         cuts = search.cuts()
         leads[known], leads[search.drawn] = math.nan, math.nan
@@ -358,8 +364,8 @@ class RareLearning:
         self.rows.run.sink.work.put_bytes(SCORES, data)
         rare = RareUse(
             label=names[0],
-            recall=settings.recall,
-            precision=settings.precision,
+            recall=settings.exits.recall,
+            precision=settings.exits.precision,
             below=cuts.low if math.isfinite(cuts.low) else None,
             above=cuts.high if math.isfinite(cuts.high) else None,
             sampled=len(search.drawn),
@@ -371,7 +377,7 @@ class RareLearning:
         reason = None if share else "too few rows would be spared by what the rows that were read prove"
         scored = self.rows.counted(read)
         findings = ExitFindings(
-            max_flips=settings.max_flips,
+            max_flips=settings.flips.max_flips,
             confidence=0.95,
             seed=SEED,
             fitted=len(known),
@@ -401,7 +407,7 @@ class RareLearning:
     @property
     def _count(self) -> int:
         rows = len(self.rows.numbers())
-        return int(min(self.rows.run.settings.exit_rows or rows_to_fit(rows), rows // 2))
+        return int(min(self.rows.run.settings.exits.exit_rows or rows_to_fit(rows), rows // 2))
 
     def _leads(self, probe: Probe, numbers: Int64Array) -> Float64Array:
         # The lead of the first label over the other, for all rows of the job, as the first model foretells it.

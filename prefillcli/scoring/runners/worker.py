@@ -56,7 +56,7 @@ class Worker:
             measured=spec.measured,
             share=spec.share,
             planned=spec.planned,
-            names=answer_labels(opened, settings).names,
+            names=answer_labels(opened, settings.answers).names,
         )
         self._number = spec.number
         self._packs = self._tokens = 0
@@ -205,7 +205,7 @@ class WorkerActor:
 
     def _opened(self, pickled: bytes) -> object:
         spec = pickle.loads(pickled)  # noqa: S301 - from the driver, not from data
-        self._worker = Worker(replace(spec, share=memory_share(spec.settings.device)))
+        self._worker = Worker(replace(spec, share=memory_share(spec.settings.lm.device)))
         return self._worker.ready()
 
     def _done(self, pickled: bytes) -> object:

@@ -133,7 +133,7 @@ class ComparedModels:
         runs. Raises as `load_here`."""
         inputs, share = self.inputs, 1 / (1 + others)
         begun, where, name = time.perf_counter(), "on the same device", "vllm"
-        if inputs.settings.engine == "vllm":
+        if inputs.settings.engine.engine == "vllm":
             if inputs.opened.device.type == "cpu":  # as many threads as the layer walk has, on cores of this process
                 cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
                 cores_text = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
@@ -141,12 +141,12 @@ class ComparedModels:
             else:
                 free, total = torch.cuda.mem_get_info(inputs.opened.device)
                 room = {"gpu_memory_utilization": round(share * free / total, 3)}
-                inputs.settings = inputs.settings.model_copy(update={"engine_options": room})
+                inputs.settings = inputs.settings.with_options({"engine_options": room})
             inputs.opened = replace(inputs.opened, max_length=longest)
         inputs.opened = replace(inputs.opened, threads=None)
         self.scorer = make_scorer(inputs, self.opening.parts)
         load_here(self.scorer, share=share)
-        if inputs.settings.engine == "vllm":
+        if inputs.settings.engine.engine == "vllm":
             notes.append(
                 f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
                 f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an "
@@ -169,7 +169,7 @@ class MethodJob:
         self.method, self.keep, self.models = method, keep, models
         self.name = method if keep is None else f"{method}@{keep:g}"
         self.settings = score_settings(settings, method, keep)
-        self.opening = Opening(self.settings, (self.settings.id_column, *self.settings.keep_columns))
+        self.opening = Opening(self.settings, (self.settings.ids.id_column, *self.settings.files.keep_columns))
         # The learnt exits stay here, so they need no fingerprint.
         report = RunReport.new(fingerprint={"model": "", "labels": ""})
         self._run = Run(self.settings, report, "", Clock(), stop)
@@ -214,7 +214,7 @@ class MethodJob:
     @property
     def elsewhere(self) -> bool:
         """True if it computes in other processes: the memory of this one does not show its use."""
-        return self.settings.engine == "vllm"
+        return self.settings.engine.engine == "vllm"
 
     def answer(self, window: Window) -> MethodRun:
         """Score the rows of a window. This call is timed."""
@@ -233,19 +233,19 @@ def open_models(settings: BenchSettings) -> dict[str, ComparedModels]:
     opened, found = dict[Any, ComparedModels](), dict[str, ComparedModels]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
         own = wanted[name]
-        key = own.engine, own.chain
-        if own.engine == "torch" and not _has_small(own):
+        key = own.engine.engine, own.exits.chain
+        if own.engine.engine == "torch" and not _has_small(own):
             key = next((each for each in opened if each[0] == "torch"), key)
         if key not in opened:
-            if opened and own.model is None:  # which the first ones have reported
-                own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
+            if opened and own.lm.model is None:  # which the first ones have reported
+                own = own.with_options({"model": str(next(iter(opened.values())).inputs.opened.files.path)})
             opened[key] = ComparedModels(own)
         found[name] = opened[key]
     return found
 
 
 def _has_small(settings: ScoreSettings) -> bool:
-    return settings.uses_draft or bool(settings.chain)
+    return settings.uses_draft or bool(settings.exits.chain)
 
 
 def open_jobs(
@@ -255,7 +255,7 @@ def open_jobs(
     jobs = [
         MethodJob(settings, name, keep, stop, folder, models[name])
         for name in method_names(settings)
-        for keep in (dict.fromkeys(settings.keep) if "keep" in METHODS[name].takes else (None,))
+        for keep in (dict.fromkeys(settings.compression.keep) if "keep" in METHODS[name].takes else (None,))
     ]
     for job in jobs:
         job.open()
@@ -282,7 +282,7 @@ def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, not
     sets = len({id(job.models) for job in jobs})
     for job in sorted(jobs, key=lambda job: job.method != REFERENCE):
         with left_out(job, named, notes):
-            if job.settings.engine == "torch":
+            if job.settings.engine.engine == "torch":
                 job.settings.check()
             job.use(job.models.scorer or job.models.load_beside(sets - 1, longest, notes))
             if (reason := job.learnt("reason")) is not None:
@@ -456,7 +456,7 @@ def _compare_answers(
         prompts = [own for own in window.prompts if own.part == part]
         if not prompts:
             continue
-        count, temperature = len(labels.names), job.settings.temperature
+        count, temperature = len(labels.names), job.settings.answers.temperature
         shares = label_probabilities(run.logprobs(prompts, count), temperature)
         if not np.isfinite(shares).all():
             notes.append(f"{job.name}: scores that are not numbers are not compared")

@@ -11,7 +11,6 @@ import numpy as np
 from prefillcli.core.windows import MAX_ROWS
 from prefillcli.errors import PrefillError, UsageError, counted, did_you_mean
 from prefillcli.options.commands import QUICK_ROWS, BenchSettings
-from prefillcli.options.judging import truth_columns
 from prefillcli.rows.filesystems import split_path
 from prefillcli.rows.records import PromptKey, Window
 from prefillcli.rows.values import to_python
@@ -63,7 +62,7 @@ def read_rows(
             result.notes.append(f"{text}; --limit or --sample takes others, --full all")
     truths: dict[PromptKey, bool | None] = {}
     names = {each.question.name: part for part, each in enumerate(labels.asked)}
-    for name, column in truth_columns(settings).items():
+    for name, column in settings.truth_columns.items():
         if name not in names:
             raise UsageError(f"--truth {name}={column}: no question {name!r}{did_you_mean(name, names)}")
         part, values = names[name], to_python(window.carried.column(column))

@@ -65,9 +65,9 @@ def test_a_surrogate_pair_in_a_recipe_and_a_flag_is_its_character() -> None:
     Path("job.json").write_text(json.dumps({"labels": ["😀", "b"], "chat_option": {"face": "😀"}}))
     flags = {"inputs": ["x.parquet"]}
     found = load_settings(ScoreSettings, flags, recipe="job.json", environment={})
-    assert (found.labels, found.chat_option) == (("😀", "b"), {"face": "😀"})
+    assert (found.answers.labels, found.prompts.chat_option) == (("😀", "b"), {"face": "😀"})
     given = flags | {"chat_option": ['face="\\ud83d\\ude00"']}
-    assert load_settings(ScoreSettings, given, environment={}).chat_option == {"face": "😀"}
+    assert load_settings(ScoreSettings, given, environment={}).prompts.chat_option == {"face": "😀"}
     for wrong in ('{"labels": ["\\ud83d", "b"]}', '{"chat_option": {"\\ude00": 1}}'):
         Path("job.json").write_text(wrong)
         with pytest.raises(UsageError, match="half a surrogate pair"):

@@ -87,7 +87,7 @@ def test_the_reference_answers_as_transformers_does(tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
     rows = SAMPLES / "labeling.parquet"
     settings = settings_with(inputs=(str(rows),), method=("hybrid",), limit=9, rounds=0, truth="answer")
-    assert bench_job(settings.model_copy(update={"output": str(output)}))["exit_code"] == 0
+    assert bench_job(settings.with_options({"output": str(output)}))["exit_code"] == 0
     (found,) = BenchReport.model_validate_json(output.read_text(), strict=False).workloads
     import pyarrow.parquet as pq
 
@@ -120,15 +120,20 @@ def test_the_usual_methods_are_those_that_can_run(given: dict[str, object], name
 def test_a_method_is_the_settings_of_a_job() -> None:
     settings = settings_with(first="words", seed=3, max_flips=0.05, method=tuple(METHODS))
     found = {name: score_settings(settings, name) for name in METHODS}
-    assert {name: own.engine for name, own in found.items() if own.engine != "torch"} == {"hf": "hf", "vllm": "vllm"}
-    drafts = {name: own.draft for name, own in found.items() if own.draft is not None}
+    assert {name: own.engine.engine for name, own in found.items() if own.engine.engine != "torch"} == {
+        "hf": "hf",
+        "vllm": "vllm",
+    }
+    drafts = {name: own.compression.draft for name, own in found.items() if own.compression.draft is not None}
     assert drafts == {"specprefill": str(DRAFT), "self-draft": "self", "random": "random", "bm25": "bm25"}
-    assert {name for name, own in found.items() if own.keep == 0.3} == set(DROPPING)
-    assert {name for name, own in found.items() if own.exit} == {"early-exit", "first-exit"}
-    assert {name for name, own in found.items() if own.first} == {"first", "first-exit"}
-    assert found["int8"].compute == "int8"
-    assert {(own.seed, own.max_flips, own.keep_last) for own in found.values()} == {(3, 0.05, 16)}
-    assert score_settings(settings, "random", 0.7).keep == 0.7
+    assert {name for name, own in found.items() if own.compression.keep == 0.3} == set(DROPPING)
+    assert {name for name, own in found.items() if own.exits.exit} == {"early-exit", "first-exit"}
+    assert {name for name, own in found.items() if own.exits.first} == {"first", "first-exit"}
+    assert found["int8"].exits.compute == "int8"
+    assert {(own.input.seed, own.flips.max_flips, own.compression.keep_last) for own in found.values()} == {
+        (3, 0.05, 16)
+    }
+    assert score_settings(settings, "random", 0.7).compression.keep == 0.7
 
 
 def test_the_ends_of_prompts_are_counted_by_hand() -> None:

@@ -107,9 +107,9 @@ def test_of_a_file_a_quick_look_takes_the_first_rows() -> None:
     assert f"a quick look at the first {workload.rows} rows" in workload.notes[-1]
     assert bench(data, "--method", "hybrid", "--rounds", 1, "--limit", 30).exit_code == 0
     assert saved().workloads[0].rows == 30
-    assert BenchSettings().with_defaults().limit == 60
-    assert BenchSettings(inputs=("x",), full=True).with_defaults().limit is None
-    assert BenchSettings(inputs=("x",), sample=9).with_defaults().limit is None
+    assert BenchSettings(inputs=("x",)).with_defaults().input.limit == 60
+    assert BenchSettings(inputs=("x",), full=True).with_defaults().input.limit is None
+    assert BenchSettings(inputs=("x",), sample=9).with_defaults().input.limit is None
 
 
 def test_the_page_needs_no_network() -> None:
