@@ -396,7 +396,7 @@ def test_values_are_those_of_yaml_1_2() -> None:
     ]:
         given = LEAST["score"] | {"engine": "vllm"} | flags
         settings = load_settings(ScoreSettings, given, recipe=recipe, environment=environment)
-        found = list(settings.engine.engine_options.values())
+        found = list(settings.engine.engine.engine_options.values())
         assert [(type(value), value) for value in found] == [(type(value), value) for value in wanted.values()]
 
 
@@ -410,7 +410,7 @@ def test_a_recipe_may_merge_mappings() -> None:
         "engine: vllm\nworker_resources: &own {num_cpus: 2, memory: 8}\nengine_options: {<<: *own, memory: 9}"
     )
     settings = load_settings(ScoreSettings, LEAST["score"] | {"runner": "ray"}, recipe="job.yaml", environment={})
-    assert settings.engine.engine_options == {"num_cpus": 2, "memory": 9}
+    assert settings.engine.engine.engine_options == {"num_cpus": 2, "memory": 9}
 
 
 def test_a_recipe_may_use_aliases() -> None:
