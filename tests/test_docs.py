@@ -19,7 +19,7 @@ from prefillcli.command_line import MOST_OPTIONS, Commands
 from prefillcli.models.files import sample_model
 from prefillcli.models.weights import FORMATS as QUANTISED
 from prefillcli.models.weights import QuantisedFormat
-from prefillcli.options.commands import COMMANDS, ScoreSettings
+from prefillcli.options.commands import COMMANDS, ContestOptions, ScoreSettings
 from prefillcli.plan import SCHEDULES
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels, parse_labels
@@ -242,12 +242,12 @@ def test_every_order_is_compared() -> None:
 
 def test_bench_names_its_options_methods_and_keys() -> None:
     text = (ROOT / "docs" / "bench.md").read_text()
-    own = COMMANDS["bench"].__annotations__.keys() - {"inputs"}
+    own = ContestOptions.model_fields
     assert {"--" + name.replace("_", "-") for name in own} <= options(text)
     for name in METHODS:
         assert f"| `{name}` |" in text, name
     for kind in (BenchReport, WorkloadResult, MethodResult):
-        for key in kind.options():
+        for key in kind.model_fields:
             assert f"`{key}`" in text, key
 
 

@@ -25,7 +25,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options import asking, followup, groups, judging, reading, requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
-from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
+from prefillcli.options.option import COMPRESSION, RUN, Options, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.rows import filesystems
@@ -306,7 +306,7 @@ def test_an_option_must_say_what_it_changes() -> None:
         option(None, "Help.", RUN)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which states what it changes"):
 
-        class Silent(Settings):
+        class Silent(Options):
             inputs: tuple[str, ...] = Field(())
 
 
@@ -396,7 +396,7 @@ def test_values_are_those_of_yaml_1_2() -> None:
     ]:
         given = LEAST["score"] | {"engine": "vllm"} | flags
         settings = load_settings(ScoreSettings, given, recipe=recipe, environment=environment)
-        found = list(settings.engine.engine.engine_options.values())
+        found = list(settings.engine.engine_options.values())
         assert [(type(value), value) for value in found] == [(type(value), value) for value in wanted.values()]
 
 
@@ -410,7 +410,7 @@ def test_a_recipe_may_merge_mappings() -> None:
         "engine: vllm\nworker_resources: &own {num_cpus: 2, memory: 8}\nengine_options: {<<: *own, memory: 9}"
     )
     settings = load_settings(ScoreSettings, LEAST["score"] | {"runner": "ray"}, recipe="job.yaml", environment={})
-    assert settings.engine.engine.engine_options == {"num_cpus": 2, "memory": 9}
+    assert settings.engine.engine_options == {"num_cpus": 2, "memory": 9}
 
 
 def test_a_recipe_may_use_aliases() -> None:
@@ -494,8 +494,8 @@ def test_a_comma_in_a_name_is_escaped_in_a_text_and_not_in_a_list(text: str, nam
     in_list = load_settings(ScoreSettings, {"inputs": ["i"]}, recipe="job.json", environment={})
     of_flag = load_settings(ScoreSettings, {"inputs": ["i"], "keep_columns": text}, environment={})
     of_environment = load_settings(ScoreSettings, {"inputs": ["i"]}, environment={"PREFILL_KEEP_COLUMNS": text})
-    assert in_list.keep_columns == (*names, " e")
-    assert of_flag.keep_columns == of_environment.keep_columns == names
+    assert in_list.files.keep_columns == (*names, " e")
+    assert of_flag.files.keep_columns == of_environment.files.keep_columns == names
 
 
 LISTS = [

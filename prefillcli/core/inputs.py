@@ -28,7 +28,7 @@ QuestionSchemas = Callable[[frozenset[Group], Collection[str]], tuple[OutputSche
 
 
 class Inputs:
-    """The rows of a command with these `settings` (`JobOptions`), and the prompts with answers made of them.
+    """The rows of a command with these `settings` (`JobSettings`), and the prompts with answers made of them.
 
     `scoring/opening.py` opens them, in the order in which mistakes are cheapest to find. Close the builder.
     """

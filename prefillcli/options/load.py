@@ -143,7 +143,7 @@ class _Merged:
             settings = kind.of(known)
         except ValidationError as error:
             first = error.errors()[0]
-            name = next((place for place in map(str, first["loc"]) if place in known), str(first["loc"][0]))
+            name = str(first["loc"][1 if len(first["loc"]) > 1 else 0])  # a group, then an option, then a place in it
             reason = reason_of(first)
             if len(reason) > _MOST_REASON:
                 reason = f"{reason[:_MOST_REASON]} ..."

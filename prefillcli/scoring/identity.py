@@ -121,7 +121,7 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     for each in parts.readings:
         found |= each.identity(values)
     if settings.adapters.adapter:
-        found["adapters"] = adapters.identity(settings, opened, values, models.of)
+        found["adapters"] = adapters.identity(settings.adapters, opened, values, models.of)
     found["settings"] = hash_value(changed(ScoreSettings, values))
     return found
 

@@ -23,7 +23,7 @@ from prefillcli.core.scorer import Granularity
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
 from prefillcli.models.files import sample_model
-from prefillcli.options.commands import MergeSettings
+from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.exits import learning as exit_learning
 from prefillcli.reading.exits import proof as exit_proof
@@ -364,7 +364,7 @@ def job_with(sink: SimpleNamespace) -> Any:
 
 def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
     """The exits of a job that has learnt these."""
-    exits = Exits(SimpleNamespace(exit_profile=None))
+    exits = Exits(ScoreSettings.of({"inputs": ("rows",), "exit": True}))
     exits.policies, exits.use = policies, use
     return exits
 

@@ -102,6 +102,6 @@ def test_the_documented_recipe_is_one() -> None:
     Path("job.yaml").write_text(recipe)
     read = load_settings(ScoreSettings, {}, recipe="job.yaml", environment={})
     assert read.engine.engine == "vllm"
-    assert read.engine_options["tensor_parallel_size"] == 4
+    assert read.engine.engine_options["tensor_parallel_size"] == 4
     for name in ENGINES:
         assert f"| `{name}` |" in page
