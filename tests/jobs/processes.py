@@ -36,7 +36,7 @@ _CONTEXT.set_forkserver_preload(
         "s3fs",
     ]
 )
-_PATIENCE = 60.0
+_PATIENCE = 180.0  # seconds, on a busy machine
 _REACHED, _LET_GO = "reached", "let go"
 
 
