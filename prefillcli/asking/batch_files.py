@@ -27,6 +27,7 @@ from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText
@@ -100,6 +101,7 @@ class BatchAsking(LabelAsking):
         super().__init__(settings)
         self._answers = settings.requests.format is not None
         self.carried = (URL, BODY) if self._answers else ()
+        self.groups |= added({"openai": self._answers and "files" in settings.groups()})
         if self._answers and settings.engine.engine == "vllm":
             raise UsageError(
                 "--format cannot be combined with --engine vllm: that engine is asked for chosen tokens, not for the "

@@ -25,6 +25,7 @@ from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Quest
 from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
@@ -101,6 +102,7 @@ class DecisionAsking(Asking):
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried
+        self.groups |= added({"openai": "files" in settings.groups()})
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()

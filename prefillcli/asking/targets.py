@@ -28,6 +28,7 @@ from prefillcli.prompts.questions import Label, Likelihood
 from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.selection import DEFAULT_COLUMN, require_columns
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.records import MAX_ROW_BYTES, ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.stats.arrays import Int32Array
 from prefillcli.stats.labels import Measure
@@ -54,6 +55,7 @@ class TargetAsking(Asking):
     def __init__(self, settings: JobSettings, column: str) -> None:
         super().__init__(settings)
         self.column = column
+        self.groups |= added({"token_logprobs": settings.likelihood.token_logprobs})
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         require_columns([self.column], available, "the input")

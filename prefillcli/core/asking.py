@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.options.settings import JobSettings
+from prefillcli.rows.output.columns import Group, added
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,15 +23,19 @@ if TYPE_CHECKING:
 class Asking(ABC):
     """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one.
 
-    `carried` columns of the input go to the output, because what is written is made of them. Those in `requests` hold
-    requests of an API.
+    `groups` of columns are added to the output. `carried` columns of the input go there, because what is written is
+    made of them. Those in `requests` hold requests of an API.
     """
 
+    groups: frozenset[Group]
     carried: Sequence[str] = ()
     requests: Sequence[str] = ()
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added(
+            {"label_scores": settings.answers.label_norm != "none", "ordered": settings.choices.label_values}
+        )
 
     @abstractmethod
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:

@@ -11,16 +11,26 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefillcli.core.further import Further, RowSelection, WantedRow
+    from prefillcli.core.further import Condition, Further, RowSelection, WantedRow
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
+    from prefillcli.rows.output.columns import Group
+    from prefillcli.rows.output.schema import OutputSchema
     from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 
-class Reading(ABC):
+class Part:
+    """A part of a job: the `groups` of columns that it adds to the output, and the columns of the input that it needs
+    there."""
+
+    groups: frozenset[Group] = frozenset()
+    carried: Sequence[str] = ()
+
+
+class Reading(Part, ABC):
     """A way to read prompts cheaper than in full: fewer tokens, or fewer layers."""
 
     @abstractmethod
@@ -28,12 +38,17 @@ class Reading(ABC):
         """Return its parts of the job's fingerprint, as `Asking.identity`."""
 
 
-class FollowUp(ABC):
+class FollowUp(Part, ABC):
     """Questions about rows that are already scored."""
 
     @abstractmethod
     def further(self, inputs: Inputs, choice: RowSelection) -> Further | None:
         """Return its questions about the chosen ones of the scored rows; None if it has none."""
+
+    def condition(self, schema: OutputSchema) -> Condition | None:
+        """Return the condition by which it chooses rows of an output with this schema; None for all. Raises UsageError
+        for columns that the output lacks."""
+        return None
 
     @abstractmethod
     def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
@@ -41,7 +56,7 @@ class FollowUp(ABC):
         is none."""
 
 
-class Judge:
+class Judge(Part):
     """Judges the answers, in the report and its exit code."""
 
     def check(self, inputs: Inputs) -> None:

@@ -18,6 +18,7 @@ from prefillcli.core.roles import FollowUp
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_name, visible
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.records import Prompt, RowBatch, ScoredRow, SectionEffect, Window
 from prefillcli.stats.arrays import Float64Array
 from prefillcli.stats.labels import Measure, label_scores
@@ -274,6 +275,8 @@ class Weighing(Further):
 
 class Evidence(FollowUp):
     """The evidence of a job. Its report is that of rationales."""
+
+    groups = added({"evidence": True})
 
     def further(self, inputs: Inputs, choice: RowSelection) -> Weighing:
         labels = inputs.labels

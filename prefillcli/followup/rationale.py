@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.core.condition import RowCondition
-from prefillcli.core.further import Further, RowSelection, WantedRow, first_rows
+from prefillcli.core.condition import LimitedCondition, RowCondition
+from prefillcli.core.further import Condition, Further, RowSelection, WantedRow, first_rows
 from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
@@ -22,7 +22,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
-from prefillcli.rows.output.columns import Groups
+from prefillcli.rows.output.columns import Groups, added
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import FULL, Rationale, ScoredRow, Window
 from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
@@ -400,11 +401,18 @@ class RationaleFollowUp(FollowUp, Judge):
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added({"rationales": settings.rationales.rationale})
         self._shown: Sequence[WrittenRow] = ()
         if settings.chosen.rationale_when is not None:
             RowCondition(settings.chosen.rationale_when)
         if settings.rationales.rationale:
             self._texts(("Yes", "No"))
+
+    def condition(self, schema: OutputSchema) -> Condition | None:
+        chosen = self.settings.chosen
+        if chosen.rationale_when is None:
+            return None
+        return LimitedCondition(RowCondition(chosen.rationale_when), schema, chosen.rationale_limit)
 
     def require_labels(self, labels: Labels) -> None:
         """Raise UsageError where no text can be written after prompts with these labels."""

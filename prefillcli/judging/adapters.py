@@ -9,6 +9,8 @@ from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.models.adapters import adapter_paths
+from prefillcli.options.reading import AdapterOptions
+from prefillcli.rows.output.columns import added
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
@@ -27,6 +29,9 @@ class AdapterUse(BaseModel):
 
 class AdapterJudge(Judge):
     """Counts the rows of each adapter."""
+
+    def __init__(self, adapters: AdapterOptions) -> None:
+        self.groups = added({"adapters": adapters.adapter_column is not None})
 
     def reported(self, run: Run, counts: Counts | None) -> None:
         opened = getattr(getattr(run, "scorer", None), "inputs", None)

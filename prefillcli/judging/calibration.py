@@ -23,6 +23,7 @@ from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.records import Prompt, RowBatch
 from prefillcli.runtime import log
@@ -560,6 +561,7 @@ class Calibrating(Judge):
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added({"calibrated": True})
         self.calibrations: list[Calibration] = []
         check_calibration(settings)
 

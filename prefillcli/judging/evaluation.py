@@ -879,6 +879,8 @@ class Evaluating(Judge):
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        choices = settings.choices.choices_column
+        self.carried = [*settings.truth_columns.values(), *([] if choices is None else [choices])]
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
     def check(self, inputs: Inputs) -> None:

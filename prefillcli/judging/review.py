@@ -25,7 +25,7 @@ from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
 from prefillcli.rows.output.answers import LOGPROB, PROBABILITIES, AnswerColumns
-from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.columns import ROW_COLUMN, added
 from prefillcli.rows.output.schema import OutputSchema, kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
@@ -168,6 +168,7 @@ class Reviewing(Judge):
 
     def __init__(self, settings: JobSettings, floors: str) -> None:
         self.settings = settings
+        self.groups = added({"review": True})
         self._told, self._given = False, floors
         self._floors, self._job = read_floors(floors)
         file = settings.review.review

@@ -18,9 +18,8 @@ from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking, WaitingQuestions
 from prefillcli.asking.targets import TargetAsking
 from prefillcli.core.asking import Asking
-from prefillcli.core.condition import LimitedCondition, RowCondition
 from prefillcli.core.further import Condition
-from prefillcli.core.roles import FollowUp, Judge, Reading
+from prefillcli.core.roles import FollowUp, Judge, Part, Reading
 from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
@@ -50,9 +49,8 @@ from prefillcli.rows.output.schema import OutputSchema
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a job with these settings."""
+    """The parts of a job."""
 
-    settings: JobSettings
     asking: Asking
     gates: gates.Gates
     earlier: Earlier | None = None
@@ -72,42 +70,23 @@ class Parts:
         return tuple(each for each in (self.compression, self.exits) if each is not None)
 
     @property
-    def groups(self) -> frozenset[Group]:
-        """The columns that the output has besides those of every output."""
-        settings = self.settings
-        asked: dict[Group, Any] = {
-            "adapters": settings.adapters.adapter_column is not None,
-            "audit": settings.flips.audit,
-            "calibrated": self.calibration,
-            "evidence": settings.rationales.evidence,
-            "exits": self.exits,
-            "label_scores": self.exits or settings.answers.label_norm != "none",
-            "openai": "files" in settings.groups() and settings.requests.format,
-            "ordered": settings.choices.label_values,
-            "rationales": settings.rationales.rationale,
-            "review": self.review,
-            "token_logprobs": settings.likelihood.token_logprobs,
-        }
-        return frozenset(name for name, given in asked.items() if given)
+    def _all(self) -> tuple[Asking | Part, ...]:
+        return (self.asking, *self.readings, *self.follow_ups, *self.judges)
 
     @property
-    def carried(self) -> list[str | None]:
+    def groups(self) -> frozenset[Group]:
+        """The columns that the output has besides those of every output."""
+        return frozenset[Group]().union(*(each.groups for each in self._all))
+
+    @property
+    def carried(self) -> list[str]:
         """Columns of the input that go to the output because a part needs them there."""
-        settings = self.settings
-        truths = list(settings.truth_columns.values())
-        choices = [settings.choices.choices_column] if truths else []
-        return [*self.asking.carried, *truths, *choices]
+        return [name for each in self._all for name in each.carried]
 
     def condition(self, schema: OutputSchema) -> Condition | None:
         """Return the condition by which scored rows of an output with this schema are asked about further; None for
         all."""
-        for each in self.follow_ups:
-            if isinstance(each, WaitingQuestions):
-                return each.condition(schema)
-        settings = self.settings
-        if settings.chosen.rationale_when is None:
-            return None
-        return LimitedCondition(RowCondition(settings.chosen.rationale_when), schema, settings.chosen.rationale_limit)
+        return next(filter(None, (each.condition(schema) for each in self.follow_ups)), None)
 
 
 def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> Parts:
@@ -119,7 +98,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     more = RationaleFollowUp(settings) if asks_more(settings) else None
     follow_ups = _follow_ups(settings, asking, more, plain=not compression)
     if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
-        return Parts(settings, asking, gates.Gates(settings.gates), compression=compression, follow_ups=follow_ups)
+        return Parts(asking, gates.Gates(settings.gates), compression=compression, follow_ups=follow_ups)
     leaving = Exits(settings, read_as) if leaves_early(settings) else None
     taken = Earlier(settings)
     probabilities = Calibrating(settings) if settings.probabilities.calibrates else None
@@ -134,10 +113,9 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
         Evaluating(settings) if settings.truth.truth is not None else None,
         rejects,
         reviewing,
-        AdapterJudge() if settings.adapters.adapter else None,
+        AdapterJudge(settings.adapters) if settings.adapters.adapter else None,
     )
     return Parts(
-        settings,
         asking,
         gates.Gates(settings.gates),
         earlier=taken,

@@ -15,6 +15,7 @@ from prefillcli.reading.compress.load import RemoteDraft
 from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
 from prefillcli.reading.compress.settings import compression_of, keep_rate
 from prefillcli.report.section import Part, Section
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Compress(Reading, Judge):
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added({"audit": settings.flips.audit})
         self._methods: Mapping[str, int] = {}
         self._windows: WindowCompressor | None = None
 

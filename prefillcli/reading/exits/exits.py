@@ -20,6 +20,7 @@ from prefillcli.reading.exits.policy import ExitPolicy, exit_profile_at, job_of_
 from prefillcli.reading.exits.proof import drifted_classes
 from prefillcli.reading.exits.rare import SCORES, RareLearning
 from prefillcli.reading.exits.report import ExitUse, of_question_text, with_ends
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
 from prefillcli.rows.records import BEFORE, FIRST, ScoredRow
 from prefillcli.runtime import log
@@ -45,6 +46,7 @@ class Exits(Reading, Judge):
 
     def __init__(self, settings: JobSettings, read_as: Sequence[Any] = ()) -> None:
         self.settings = settings
+        self.groups = added({"exits": True, "label_scores": True, "audit": settings.flips.audit})
         self.profile: ExitProfile | None = None
         """The profile that an earlier job has learnt."""
         self.policies: dict[int, ExitPolicy] = {}

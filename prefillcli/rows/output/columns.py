@@ -54,6 +54,13 @@ Group = Literal[
     "review",
     "openai",
 ]
+
+
+def added(asked: Mapping[Group, object]) -> frozenset[Group]:
+    """Return the groups of columns that are asked for: those with a value that is true."""
+    return frozenset(name for name, given in asked.items() if given)
+
+
 Groups = frozenset[Group]
 
 
