@@ -52,7 +52,7 @@ class Form(NamedTuple):
     answers: Literal["words", "first", "ended", "codes"] = "words"
     before: bool = False
     cued: bool = False
-    options: tuple[str, ...] = ()  # in place of the question's own
+    options: tuple[str, ...] = ()  # instead of the question's own
 
 
 LISTED = {

@@ -1,4 +1,4 @@
-"""The rows of several thousand passages, cut from made-up reviews in place of the downloaded ones."""
+"""The rows of several thousand passages, cut from made-up reviews instead of the downloaded ones."""
 
 from __future__ import annotations
 

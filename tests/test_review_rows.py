@@ -1,4 +1,4 @@
-"""The rows and runs that measure compression on a real model, with made-up reviews in place of the downloaded ones."""
+"""The rows and runs that measure compression on a real model, with made-up reviews instead of the downloaded ones."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class QuestionEntry(BaseModel):
     orders: int | None = Field(None, ge=1)  # of its options, in which it is asked
     labels: LabelTexts | None = None
     values: LabelValues = ()  # the number that each label stands for
-    text: str | None = None  # Jinja text after the document, in place of the question
-    template: str | None = None  # Jinja text in place of document and text
+    text: str | None = None  # Jinja text after the document, instead of the question
+    template: str | None = None  # Jinja text instead of document and text
     when: str | None = None  # a condition on the answers to earlier questions
     swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
 

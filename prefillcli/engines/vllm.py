@@ -521,7 +521,7 @@ class VllmEngine(Engine):
     """Scores prompts with vLLM, which runs in its own processes. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`. With
-    a `head` its outputs are read in place of the next token's. On CPUs give `kv_cache_memory_bytes`, or vLLM asks for
+    a `head` its outputs are read instead of the next token's. On CPUs give `kv_cache_memory_bytes`, or vLLM asks for
     nearly all memory of the machine. While it is open, output to stdout goes to stderr. Raises UsageError or
     ResourceError.
     """

@@ -450,7 +450,7 @@ def require_fitting(option: str, path: str, job: Mapping[str, str], fingerprint:
         )
 
 
-# Contextual calibration: the job's questions about meaningless text in place of the row's own.
+# Contextual calibration: the job's questions about meaningless text instead of the row's own.
 
 
 OPTION = "--calibrate-with"

@@ -229,7 +229,7 @@ _OTHER_PARTS = ("vision", "audio", "quantization")  # with other numbers under t
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a model's folder with a device, a pipe or a pointer in place of a file, or with too large a text."""
+    """Refuse a model's folder with a device, a pipe or a pointer instead of a file, or with too large a text."""
     for file in folder.iterdir():
         if file.suffix in _READ and file.exists() and not file.is_dir():
             _check_size(file, _MOST_JSON if file.name in _TEXTS else None)
@@ -241,7 +241,7 @@ _LEAST_GGUF = 24  # bytes of a header
 
 
 def check_gguf(path: Path) -> None:
-    """Refuse a file that is no GGUF file by its first bytes, or a pointer in place of one."""
+    """Refuse a file that is no GGUF file by its first bytes, or a pointer instead of one."""
     refuse_pointer(path)
     try:
         with path.open("rb") as file:

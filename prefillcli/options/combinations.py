@@ -223,7 +223,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         _RARE,
         ("--max-flips", "--flips-of", "--exit", "--exit-profile", "--compute", "--estimate"),
-        "it is proven of one first model, in place of a bound on flips",
+        "it is proven of one first model, instead of a bound on flips",
     ),
     *_refused(
         "--estimate",

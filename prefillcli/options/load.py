@@ -321,7 +321,7 @@ class ScoreOptions(ScorerOptions, FileOptions, total=False):
 
 
 def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator: `inspect.signature` lists the options of this kind in place of `**options`, with their
+    """Return a decorator: `inspect.signature` lists the options of this kind instead of `**options`, with their
     defaults, and the docstring explains each with the help of the command line.
 
     So notebooks complete their names, and `help` shows them.

@@ -297,7 +297,7 @@ class ExitOptions(Options):
     )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
-        "Let the model read every row in smaller numbers first. Rows whose answer this does not foretell are read "
+        "Let the model read every row in smaller numbers first. Rows whose answer this does not predict are read "
         "again in --dtype; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
         EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
     )  # fmt: skip

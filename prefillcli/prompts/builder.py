@@ -271,7 +271,7 @@ class PromptBuilder:
                 yield raw._replace(marks=marks)
 
     def _without_json(self, batch: RowBatch, errors: dict[int, RowError]) -> RowBatch:
-        # The batch with lists in place of JSON texts in a column that holds lists by its name.
+        # The batch with lists instead of JSON texts in a column that holds lists by its name.
         looks = None if self.template else _JSON_LISTS.get(self.column)
         if looks is None or self.column not in batch.columns:
             return batch

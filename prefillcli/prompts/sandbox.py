@@ -494,7 +494,7 @@ def nurse() -> None:
             continue
         if (child := os.fork()) == 0:
             try:
-                for number, handle in enumerate(handles):  # in place of the socket, which is the parent's alone
+                for number, handle in enumerate(handles):  # instead of the socket, which is the parent's alone
                     os.dup2(handle, number)
                     os.close(handle)
                 _run(json.loads(setup) | {"parent": own})

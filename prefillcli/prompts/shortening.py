@@ -32,7 +32,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_texts(value: Any, texts: Iterator[str]) -> Any:
-    """A value with others in place of its `texts_in`. A text of a list that has become empty is left out."""
+    """A value with others instead of its `texts_in`. A text of a list that has become empty is left out."""
     if isinstance(value, str):
         return next(texts)
     if isinstance(value, dict):

@@ -286,7 +286,7 @@ class ScoredRow:
     rationale: Rationale | None = None  # of a row that is written about
     # For a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
-    error: RowError | None = None  # in place of an answer: why there is none, if it should be asked for
+    error: RowError | None = None  # instead of an answer: why there is none, if it should be asked for
 
     @property
     def answers(self) -> tuple[ScoredRow, ...]:

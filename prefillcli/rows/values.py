@@ -363,7 +363,7 @@ def brief_json(value: Any) -> str:
 
 
 def with_nulls(column: pa.Array, left_out: npt.NDArray[np.bool_]) -> pa.Array:
-    """Return the column with nulls in place of the values that are `left_out`, bool [rows]."""
+    """Return the column with nulls instead of the values that are `left_out`, bool [rows]."""
     try:
         return column.take(pa.array(np.arange(len(column)), mask=left_out))
     except pa.ArrowNotImplementedError:  # texts of a view type inside lists and maps

@@ -18,7 +18,7 @@ _START = 1 << 16  # bytes that show a format
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """A job with files in place of its pipes. Without any, its `settings` are those that were given."""
+    """A job with files instead of its pipes. Without any, its `settings` are those that were given."""
 
     settings: ScoreSettings
     output: Path | None = None
@@ -39,7 +39,7 @@ class Piped:
 
 @contextmanager
 def piped(settings: ScoreSettings) -> Iterator[Piped]:
-    """Give a job files in place of its pipes, inside the block: rows of stdin are stored first.
+    """Give a job files instead of its pipes, inside the block: rows of stdin are stored first.
 
     Raises ResourceError where they do not fit the disk, and UsageError as `discover`.
     """

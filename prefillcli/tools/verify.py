@@ -32,7 +32,7 @@ _MOST = 20  # problems that are named
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
 
 _NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are not probabilities
-_UNREAD = object()  # in place of the id of a row that was not read
+_UNREAD = object()  # instead of the id of a row that was not read
 
 
 class Verification:

@@ -72,7 +72,7 @@ class Lanes:
 TRIAL_TOKENS = 7  # no number of lanes
 
 
-#: Called in place of the layer of this number, with this residual stream and arguments.
+#: Called instead of the layer of this number, with this residual stream and arguments.
 Reached = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 

@@ -3,7 +3,7 @@ itself in smaller numbers may do so next.
 
 The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
 and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
-model. A model with a classification head has the outputs of its classes in place of the labels. The hidden state of an
+model. A model with a classification head has the outputs of its classes instead of the labels. The hidden state of an
 encoder is what its head reads. The words of a prompt, without any model, are such a reading too.
 """
 

@@ -410,7 +410,7 @@ class RareLearning:
         return int(min(self.rows.run.settings.exits.exit_rows or rows_to_fit(rows), rows // 2))
 
     def _leads(self, probe: Probe, numbers: Int64Array) -> Float64Array:
-        # The lead of the first label over the other, for all rows of the job, as the first model foretells it.
+        # The lead of the first label over the other, for all rows of the job, as the first model predicts it.
         leads, reader = np.full(len(numbers), math.nan), self.rows.first[BEFORE][1]
         for prompts in self.rows.prompts(numbers):
             able = [prompt for prompt in prompts if len(prompt.tokens) <= self.rows.engine.limits.max_tokens]

@@ -116,7 +116,7 @@ class RareUse(BaseModel):
     label: str
     recall: float | None  # least share of the rows with the label, by the full read, that have it in the output
     precision: float | None  # least share of the rows with the label in the output that have it by the full read
-    # The label's foretold lead below which a row is decided not to have it, and the lead from which on it is decided
+    # The label's predicted lead below which a row is decided not to have it, and the lead from which on it is decided
     # to have it.
     below: float | None
     above: float | None
