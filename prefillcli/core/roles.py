@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prefillcli.rows.output.target import Manifest
 
 
-class Part:
+class JobPart:
     """A part of a job: the `groups` of columns that it adds to the output, and the columns of the input that it needs
     there."""
 
@@ -30,7 +30,7 @@ class Part:
     carried: Sequence[str] = ()
 
 
-class Reading(Part, ABC):
+class Reading(JobPart, ABC):
     """A way to read prompts cheaper than in full: fewer tokens, or fewer layers."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Reading(Part, ABC):
         """Return its parts of the job's fingerprint, as `Asking.identity`."""
 
 
-class FollowUp(Part, ABC):
+class FollowUp(JobPart, ABC):
     """Questions about rows that are already scored."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class FollowUp(Part, ABC):
         is none."""
 
 
-class Judge(Part):
+class Judge(JobPart):
     """Judges the answers, in the report and its exit code."""
 
     def check(self, inputs: Inputs) -> None:

@@ -19,7 +19,7 @@ from prefillcli.asking.questions import QuestionAsking, WaitingQuestions
 from prefillcli.asking.targets import TargetAsking
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Condition
-from prefillcli.core.roles import FollowUp, Judge, Part, Reading
+from prefillcli.core.roles import FollowUp, JobPart, Judge, Reading
 from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
@@ -70,7 +70,7 @@ class Parts:
         return tuple(each for each in (self.compression, self.exits) if each is not None)
 
     @property
-    def _all(self) -> tuple[Asking | Part, ...]:
+    def _all(self) -> tuple[Asking | JobPart, ...]:
         return (self.asking, *self.readings, *self.follow_ups, *self.judges)
 
     @property

@@ -218,7 +218,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
             granularity=USUAL, inputs=SimpleNamespace(labels=_CLASSES, probabilities=None, opened=opened)
         )
         recorder = Recorder(run, lambda: None)
-        options = ScoringOptions("prefix-tree", BLOCK_TOKENS)
+        options = ScoringOptions(BLOCK_TOKENS)
         scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)
     least = (sum(crew.busy) - crew.refilled) / workers
