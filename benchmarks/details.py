@@ -538,28 +538,32 @@ def small(rounds: int = 5) -> None:
     with TemporaryDirectory() as folder:
         tickets, out = str(Path("samples/tickets.csv").resolve()), str(Path(folder, "o.parquet"))
         data = ["-m", "prefillcli", "score", tickets, "-m", model, "--ask", "Refund?", "-o", out, "--overwrite"]
-        lines = {
-            "prefill --help": ["-m", "prefillcli", "--help"],
-            "prefill score --help": ["-m", "prefillcli", "score", "--help"],
-            "an option that is wrong": [*data, "--labels", "Yes,No"],
-            "a column that is not there": [*data, "--prompt-column", "body"],
-            "two rows": [*data, "--limit", "2"],
-            "two rows in a plain script": ["-c", PLAIN, model],
+        lines = {  # with the exit code of each
+            "prefill --help": (["-m", "prefillcli", "--help"], 0),
+            "prefill score --help": (["-m", "prefillcli", "score", "--help"], 0),
+            "an option that is wrong": ([*data, "--labels", "Yes,No"], 2),
+            "a column that is not there": ([*data, "--prompt-column", "body"], 2),
+            "two rows": ([*data, "--limit", "2"], 0),
+            "two rows in a plain script": (["-c", PLAIN, model], 0),
         }
         table = Table("", "bytecode kept", "no bytecode")
-        for name, line in lines.items():
+        for name, (line, code) in lines.items():
             kept = {"PYTHONPYCACHEPREFIX": str(Path(folder, "kept")), "PYTHONDONTWRITEBYTECODE": ""}
             compiled = {"PYTHONPYCACHEPREFIX": str(Path(folder, "none")), "PYTHONDONTWRITEBYTECODE": "1"}
-            _processor_seconds(line, folder, kept)
-            found = [[_processor_seconds(line, folder, each) for each in (kept, compiled)] for _ in range(rounds)]
+            seconds = partial(_processor_seconds, line, folder, code)
+            seconds(kept)  # Python compiles what it keeps
+            found = [[seconds(each) for each in (kept, compiled)] for _ in range(rounds)]
             table.add_row(name, *(str(Spread.of(list(each))) for each in zip(*found, strict=True)))
     Console().print(table)
 
 
-def _processor_seconds(line: Sequence[str], folder: str, environment: Mapping[str, str]) -> float:
+def _processor_seconds(line: Sequence[str], folder: str, code: int, environment: Mapping[str, str]) -> float:
+    """The processor seconds of a command. Raises RuntimeError if it does not end with this exit code."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, *line]
-    subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True)  # noqa: S603 - our own
+    command, env = [sys.executable, *line], os.environ | environment
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != code:
+        raise RuntimeError(f"{' '.join(line)} ended with {done.returncode} instead of {code}\n{done.stderr}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 

@@ -48,8 +48,8 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def reference() -> GgufReference:
     transformers_logging.disable_progress_bar()
     reference = GgufReference(gguf_file(FOLDER))
-    # transformers reads every byte-level GGUF tokenizer as GPT-2's. SmolLM2's published tokenizer.json splits at each
-    # digit first
+    # transformers reads every byte-level GGUF tokenizer as GPT-2's. This file's is `smollm`, which in llama.cpp
+    # (`LLAMA_VOCAB_PRE_TYPE_SMOLLM`) splits at each digit first
     digits, letters = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
     reference.tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, letters])
     return reference
