@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,18 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def peak_of(step: Callable[[], None]) -> int:
-    """Bytes that Python's own objects take at most, above those before."""
+    """Bytes that Python's own objects take at most, above those before, with hardly any garbage among them."""
+    thresholds = gc.get_threshold()
+    gc.freeze()  # what was there before is not gone through, so that collections are cheap and can be frequent
+    gc.set_threshold(200, 2, 2)
     tracemalloc.start()
     try:
         step()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def attempts(output: str, count: int) -> int:
@@ -42,7 +48,8 @@ def attempts(output: str, count: int) -> int:
 @pytest.mark.nightly
 def test_a_hundred_resumes_take_hardly_more_memory_than_ten(tmp_path: Path) -> None:
     few, many = (attempts(f"{tmp_path}/{count}.parquet", count) for count in (10, 100))
-    assert many - few < 90 * KIB, f"{(many - few) / 90 / KIB:.1f} KiB for each attempt"
+    # A part's place in the order takes 0.7 to 1 KiB. Where its whole record is kept as well, that is 16.
+    assert many - few < 90 * 2 * KIB, f"{(many - few) / 90 / KIB:.1f} KiB for each attempt"
 
 
 def job(output: str, windows: int) -> Callable[[], None]:
