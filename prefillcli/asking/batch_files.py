@@ -26,7 +26,7 @@ from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
+from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, Responses, as_list
 from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
@@ -101,7 +101,8 @@ class BatchAsking(LabelAsking):
         super().__init__(settings)
         self._answers = settings.requests.format is not None
         self.carried = (URL, BODY) if self._answers else ()
-        self.groups |= added({"openai": self._answers and "files" in settings.groups()})
+        self._lines = self._answers and "files" in settings.groups()
+        self.groups |= added({"pair_scores": self._lines})
         if self._answers and settings.engine.engine == "vllm":
             raise UsageError(
                 "--format cannot be combined with --engine vllm: that engine is asked for chosen tokens, not for the "
@@ -151,6 +152,12 @@ class BatchAsking(LabelAsking):
             )
         return found
 
+    def responses(self, inputs: Inputs) -> Responses | None:
+        if not self._answers:
+            return None
+        labels = inputs.labels
+        return Responses(self._lines, text_of=labels.text_of if isinstance(labels, LikeliestTokens) else None)
+
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         found = values.pop("format")
         return {FORMAT: found} if found else {}
@@ -168,7 +175,6 @@ class LikeliestTokens(Labels):
 
     def __init__(self, opened: Opened) -> None:
         self.question = Question(answers=(Label("token"),))
-        self.token_text = self._text_of
         self._encoder = Encoder(opened.tokenizer)
         self._stops = stop_tokens(opened.files)
         self._texts: dict[int, TokenText] = {}
@@ -180,7 +186,8 @@ class LikeliestTokens(Labels):
         """Return the same set for each prompt."""
         return [self._asked] * len(tails)
 
-    def _text_of(self, token: int) -> TokenText:
+    def text_of(self, token: int) -> TokenText:
+        """Return the text of a token, and what it adds to an answer."""
         if token not in self._texts:
             text = self._encoder.text_behind(token)
             ends = token in self._stops

@@ -24,8 +24,7 @@ from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
 from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.output.batches import BARE
-from prefillcli.rows.output.columns import added
+from prefillcli.rows.output.batches import BARE, Responses
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
@@ -102,7 +101,6 @@ class DecisionAsking(Asking):
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried
-        self.groups |= added({"openai": "files" in settings.groups()})
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
@@ -113,7 +111,10 @@ class DecisionAsking(Asking):
                 "requests with typed questions: the model's classification head is read, which has one answer to a "
                 "text\nread the next token with --head vocabulary"
             )
-        return QuestionChoices(opened.tokenizer, self.settings, served_names(self.settings, opened)[-1])
+        return QuestionChoices(opened.tokenizer, self.settings)
+
+    def responses(self, inputs: Inputs) -> Responses | None:
+        return Responses("files" in self.settings.groups(), served_names(self.settings, inputs.opened)[-1])
 
     def builder(
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
@@ -146,14 +147,13 @@ def _asked(request: DecisionRequest, orders: int) -> Iterator[tuple[Question, Or
 
 class QuestionChoices(RowChoices):
     """The labels that answer the question of each prompt. Those that are said alike after the same end are found
-    once. `served` is the model's name in the response to a request that names none."""
+    once."""
 
     measure = Measure.DECISIONS
 
-    def __init__(self, tokenizer: Any, settings: JobSettings, served: str) -> None:
+    def __init__(self, tokenizer: Any, settings: JobSettings) -> None:
         super().__init__(tokenizer, settings, ANSWERS)
         self.question = Question(answers=(Label("decision"),))
-        self.served = served
 
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()

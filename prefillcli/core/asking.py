@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prefillcli.prompts.labels import Labels
     from prefillcli.prompts.settings import PromptSettings
     from prefillcli.prompts.templates import RowTemplate
+    from prefillcli.rows.output.batches import Responses
 
 
 class Asking(ABC):
@@ -56,6 +57,10 @@ class Asking(ABC):
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
     ) -> PromptBuilder:
         """Return the builder of prompts for rows with the `available` columns. It takes the compiled `template`."""
+
+    def responses(self, inputs: Inputs) -> Responses | None:
+        """Return how answers are written in the form of an API; None where rows are no requests that ask for it."""
+        return None
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         """Return its parts of the job's fingerprint. `values` are those of options that change the output. A value

@@ -183,7 +183,6 @@ class Inputs:
             measure=self.labels.measure,
             classes=isinstance(self.labels, ClassLabels),
             values=self.labels.question.values,
-            served=self.labels.served,
-            token_text=self.labels.token_text,
+            responses=self.asking.responses(self),
             questions=self.question_schemas(self.groups, self.calibrated),
         ).with_floors(self.floors)

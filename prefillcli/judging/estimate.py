@@ -492,7 +492,7 @@ class Estimating(Judge):
         labels = inputs.labels
         if self.settings.estimate.estimate is None:
             return
-        if labels.measure is not Measure.SHARES or "openai" in inputs.groups:
+        if labels.measure is not Measure.SHARES or inputs.schema().lines is not None:
             raise UsageError(
                 "--estimate: it is about answers that all rows may have, in this program's own columns\n"
                 "leave it out, or ask with --labels or --questions"

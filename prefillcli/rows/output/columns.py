@@ -39,7 +39,7 @@ TAKEN_OVER = "__taken_over"  # in a part: whether the row's results are those of
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
 # contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
 # whether the order of two values decided, each label's score where log-probabilities do not determine it, the answers
-# in doubt, and those of an OpenAI batch output, which has no others.
+# in doubt, and the score of each of several prompts.
 Group = Literal[
     "audit",
     "calibrated",
@@ -52,7 +52,7 @@ Group = Literal[
     "orders",
     "label_scores",
     "review",
-    "openai",
+    "pair_scores",
 ]
 
 
@@ -328,10 +328,12 @@ def _lists(rows: ResultRows, values: Float64Array) -> ObjectArray:
 
 
 def _likeliest(rows: ResultRows) -> ObjectArray:
-    found, text_of = np.full(len(rows.numbers), None, object), rows.schema.token_text
+    found, responses = np.full(len(rows.numbers), None, object), rows.schema.responses
+    if responses is None or responses.text_of is None:
+        return found
     for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
-        if each.tokens is not None and text_of is not None:
-            texts = [text_of(token) for token in each.tokens.tolist()]
+        if each.tokens is not None:
+            texts = [responses.text_of(token) for token in each.tokens.tolist()]
             found[place] = {
                 "written": texts[0].written,
                 "ends": texts[0].ends,
@@ -480,7 +482,7 @@ COLUMNS = (
         "pair_scores",
         pa.list_(pa.float64()),
         _pair_scores,
-        group="openai",
+        group="pair_scores",
         measures=_NUMBERED,
         conditional=False,
     ),

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from prefillcli.errors import UsageError
 from prefillcli.rows.output import ANSWER, batches
 from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.batches import Responses
 from prefillcli.rows.output.columns import (
     COLUMNS,
     ROW,
@@ -38,7 +39,7 @@ from prefillcli.rows.output.tallies import (
     exit_layers_of,
     summed,
 )
-from prefillcli.rows.records import ScoredRow, TokenText
+from prefillcli.rows.records import ScoredRow
 from prefillcli.rows.values import text_of
 from prefillcli.stats.arrays import Float64Array
 from prefillcli.stats.labels import Measure, label_scores
@@ -117,9 +118,7 @@ class OutputSchema:
     name: str = ""
     type: str = ""  # of a question: predicate, choice or score
     options: tuple[str | bool, ...] = ()  # what each of its answers says
-    served: str = ""  # the name of the model in the response to a request that names none
-    # In an output about the likeliest tokens, the text of each by its id.
-    token_text: Callable[[int], TokenText] | None = None
+    responses: Responses | None = None  # of a job whose rows are requests that are answered in the form of their API
     # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
     # For a question with the group `orders`, the numbers of its prompts in other orders, after those of all questions.
@@ -141,7 +140,7 @@ class OutputSchema:
 
     def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
         """Return the answers of a row, each with its columns."""
-        if "openai" in self.groups:  # as many as its line has pairs of texts, or questions
+        if self.lines is not None:  # as many as its line has pairs of texts, or questions
             return ((self, each) for each in scored.answers)
         return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
 
@@ -160,13 +159,13 @@ class OutputSchema:
     @property
     def json_columns(self) -> tuple[str, ...]:
         """The columns of the output that are JSON text."""
-        if "openai" in self.groups:
+        if self.lines is not None:
             return batches.JSON_COLUMNS
         return tuple(self.carried.names) if self.json_carried and self.json_text else ()
 
     def arrow(self, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
         """Return the Arrow schema of the output; `json_kinds` are the kinds of values in carried JSON text."""
-        if "openai" in self.groups:
+        if self.lines is not None:
             return batches.LINE
         carried = list(self.carried)
         if self._typed:
@@ -182,8 +181,8 @@ class OutputSchema:
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Return rows of parts as rows of the output, whose `arrow` schema is given."""
-        if "openai" in self.groups:
-            return batches.lines_of(rows, ROW, self.id_name or ROW, self.served).cast(schema)
+        if self.lines is not None:
+            return batches.lines_of(rows, ROW, self.id_name or ROW, self.lines.model).cast(schema)
         columns = []
         for own in schema:
             column = rows[ROW if own.name == ROW_COLUMN and self.id_name is None else own.name]
@@ -250,12 +249,17 @@ class OutputSchema:
         return [column.name for column in self.columns if column.name in names]
 
     @property
+    def lines(self) -> Responses | None:
+        """How its rows are written where these are lines with responses."""
+        return self.responses if self.responses is not None and self.responses.lines else None
+
+    @property
     def _typed(self) -> bool:
         return self.json_carried and not self.json_text
 
     @property
     def _has_shares(self) -> bool:
-        several = len(self.labels) > 1 and "openai" not in self.groups
+        several = len(self.labels) > 1 and self.lines is None
         return self.measure is Measure.SHARES and not self.questions and several
 
     def _label_shares(self, rows: pa.Table) -> Float64Array:

@@ -26,6 +26,7 @@ from prefillcli.errors import (
 from prefillcli.rows.filesystems import WORK_ENDING, split_path
 from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard, parts, store
+from prefillcli.rows.output.batches import Responses
 from prefillcli.rows.output.columns import ROW
 from prefillcli.rows.output.parts import PartIndex
 from prefillcli.rows.output.publication import commit, recover_publication
@@ -110,7 +111,7 @@ _OF_QUESTION = ("name", "type", "labels", "values", "options")  # of its columns
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """Return an output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
-    plain |= {name: getattr(schema, name) for name in ("served", "classes")}
+    plain |= {"classes": schema.classes, "responses": schema.lines and {"model": schema.lines.model}}
     plain |= {"measure": schema.measure.value, "groups": sorted(schema.groups), "carried": _packed(schema.carried)}
     return plain | {
         "questions": [
@@ -133,6 +134,7 @@ def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
         for own in content["questions"]
     )
     rest["groups"] = frozenset(content["groups"])
+    rest["responses"] = None if (found := content["responses"]) is None else Responses(**found)
     return OutputSchema(**rest, json_text=json_text)
 
 
