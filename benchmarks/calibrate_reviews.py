@@ -81,7 +81,7 @@ def probabilities(folder: Path, question: Request) -> tuple[dict[str, npt.NDArra
     options += ["--model", real_model(folder), "--keep-columns", "truth", "--overwrite"]
     free = [word for text in CONTENT_FREE for word in ("--calibrate-with", text)]
     run("score", paths[0], "-o", scores[0], *options)
-    run("score", paths[1], "-o", scores[1], *options, *free, "--calibrate-columns", "review")
+    run("score", paths[1], "-o", scores[1], *options, *free, "--set", "calibrate_columns=review")
     table = pq.read_table(scores[1])
     logprobs = np.stack([table[f"logprob_{label}"].to_numpy() for label in question.labels], axis=1)
     found = {"none": table["score"].to_numpy(), "contextual": table["probability"].to_numpy()}

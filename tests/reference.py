@@ -21,7 +21,7 @@ from prefillcli.judging.likelihood import LikelihoodUse
 from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
 from prefillcli.judging.review import ReviewUse
 from prefillcli.options.commands import COMMANDS
-from prefillcli.options.option import as_typed, details_of
+from prefillcli.options.option import PANELS, as_typed, details_of
 from prefillcli.reading.compress.compressor import KeepChoice
 from prefillcli.reading.earlier import SinceUse
 from prefillcli.reading.exits.report import ExitUse
@@ -54,7 +54,8 @@ BLOCKS: dict[str, Any] = {
 }
 #: The page that explains the options of a panel.
 PAGES = {
-    "Files": "score.md",
+    "Input": "score.md",
+    "Output": "score.md",
     "Model": "score.md",
     "Prompts": "score.md",
     "Answers": "score.md",
@@ -74,15 +75,16 @@ HEAD = """# All options
 
 Made from the options themselves (`make reference`). A command has an option where its name stands in the last column.
 The name of an option is also its key in a recipe, with underscores, and its variable in the environment, in capitals
-with the prefix `PREFILL_`. `--set NAME=VALUE` gives the settings that have no flag: measurement has settled them.
+with the prefix `PREFILL_`. Rare options have no flag: `--set NAME=VALUE` gives them.
 """
 
 
 def reference() -> str:
     """The page."""
-    panels: dict[str, dict[str, dict[str, list[str]]]] = {}  # by panel and option, the commands of each meaning
+    # By panel and option, the commands of each meaning.
+    panels: dict[str, dict[str, dict[str, list[str]]]] = {panel: {} for panel in PANELS}
     for command, kind in COMMANDS.items():
-        for name in kind.of_level("first", "more", "settled"):
+        for name in kind.of_level("first", "more", "rare"):
             details = details_of(kind, name)
             negative = f"--{details.negative}" if details.negative else ""
             negative = negative or (
@@ -90,7 +92,7 @@ def reference() -> str:
             )
             words = [as_typed(kind, name), negative, details.short]
             shown = ", ".join(f"`{word}`" for word in words if word)
-            meanings = panels.setdefault(details.panel, {}).setdefault(shown, {})
+            meanings = panels[details.panel].setdefault(shown, {})
             meanings.setdefault(option_help(kind, name), []).append(command)
     lines = [HEAD]
     for panel, options in panels.items():

@@ -128,8 +128,8 @@ def test_the_digests_name_only_options_that_make_the_job() -> None:
 def test_the_command_line_has_the_options_of_its_settings(command: str) -> None:
     kind = COMMANDS[command]
     lines: Any = typer.main.get_command(cli.app)
-    has_flag = {*kind.options(), "recipe"} - {*kind.of_level("settled")}
-    has_flag |= {"set"} if kind.of_level("settled") else set()
+    has_flag = {*kind.options(), "recipe"} - {*kind.of_level("rare")}
+    has_flag |= {"set"} if kind.of_level("rare") else set()
     has_flag |= {"help_all"} if is_long(kind) else set()
     assert {each.name for each in lines.commands[command].params} == has_flag
     run = getattr(cli, f"{command}_", None) or getattr(cli, command)

@@ -47,8 +47,7 @@ def options_of(command: str) -> set[str]:
     kind = COMMANDS[command]
     flags = kind.of_level("first", "more")
     no = {"--no-chat", "--allow-special"} if "chat" in flags else set()
-    no |= {"--no-keep-private"} if "keep_private" in flags else set()
-    more = {"--recipe", "--set"} if kind.of_level("settled") else {"--recipe"}
+    more = {"--recipe", "--set"} if kind.of_level("rare") else {"--recipe"}
     return {"--" + name.replace("_", "-") for name in flags} | more | no
 
 
@@ -70,7 +69,7 @@ def test_every_option_is_in_the_help(command: str) -> None:
         return
     whole, all_flags = help_of(command, "--help-all")
     assert all_flags == options_of(command)
-    assert all(f"\n  {name}=" in whole for name in kind.of_level("settled"))
+    assert all(f"\n  {name}=" in whole for name in kind.of_level("rare"))
     first = {"--" + name.replace("_", "-") for name in kind.of_level("first")}
     assert flags == first | {"--no-chat", "--recipe"}
     assert f"\n{len(kind.of_level('more'))} more options" in short
@@ -83,6 +82,14 @@ def test_the_index_links_every_page() -> None:
 
 def test_a_first_job_needs_twenty_options() -> None:
     assert len([*ScoreSettings.of_level("first"), "recipe"]) == 20
+
+
+def test_the_first_options_are_shown_by_the_step_of_a_job() -> None:
+    shown, _ = help_of("score", "--help")
+    titles = re.findall(r"^(\w[\w ]+):$", shown, re.MULTILINE)
+    assert titles[:7] == [
+        "Arguments", "What is asked", "Of what", "By which model", "How cheaply", "Where to", "How safely",
+    ]  # fmt: skip
 
 
 def test_the_reference_is_made_of_the_options_and_reports() -> None:

@@ -149,7 +149,7 @@ LEAST: dict[str, Values] = {
     "doctor": {},
     "calibrate": {"scores": "scores.parquet", "truth": "right"},
 }
-CASES = [(command, name) for command, kind in COMMANDS.items() for name in kind.of_level("first", "more", "settled")]
+CASES = [(command, name) for command, kind in COMMANDS.items() for name in kind.of_level("first", "more", "rare")]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def words_of(command: str, values: Values) -> list[str]:
             found[:0] = [] if value is None else [str(value)]
             continue
         flag = as_typed(kind, name, value)
-        if details_of(kind, name).level == "settled":
+        if details_of(kind, name).level == "rare":
             found += ["--set", f"{name}={value}"]
         else:
             found += [flag] if isinstance(value, bool) else [flag, str(value)]

@@ -24,7 +24,7 @@ from prefillcli.command_line import load_options
 from prefillcli.errors import UsageError
 from prefillcli.options import asking, followup, groups, judging, reading, requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
-from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
+from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, rare_options, scorer_settings
 from prefillcli.options.option import COMPRESSION, RUN, Options, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.labels import parse_labels
@@ -438,9 +438,9 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--pool", "13"], "--pool: this setting has no flag, give --set pool=VALUE"),
-        (["--keep-last=4"], "--keep-last=4: this setting has no flag, give --set keep_last=VALUE"),
-        (["--set", "pol=13"], "--set pol: there is no such setting; did you mean 'pool'?"),
+        (["--pool", "13"], "--pool: this option has no flag, give --set pool=VALUE"),
+        (["--keep-last=4"], "--keep-last=4: this option has no flag, give --set keep_last=VALUE"),
+        (["--set", "pol=13"], "--set pol: no rare option has this name; did you mean 'pool'?"),
         (["--set", "keep=0.2"], "--set keep: this option has a flag\ngive --keep"),
         (["--set", "pool"], "--set pool: must be KEY=VALUE"),
         (["--set", "pool=3", "--set", "pool=5"], "has a key twice"),
@@ -448,7 +448,7 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
         (["--set", "pool=3"], "--set pool needs a draft that picks tokens"),
     ],
 )
-def test_a_setting_without_a_flag_is_given_by_set(
+def test_a_rare_option_is_given_by_set(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
@@ -476,7 +476,7 @@ def test_an_option_of_other_commands_names_them(
 
 
 def test_settings_may_have_dashes_and_reach_the_job() -> None:
-    given = settled_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
+    given = rare_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
     settings = load("score", {"inputs": ["x.parquet"]}, {"draft": "d", "keep": 0.5, **given})
     assert (settings.compression.select_chunk, settings.compression.query_reduce) == (8, "mean")
 
@@ -525,7 +525,7 @@ def test_every_list_of_names_is_read_as_a_line_of_csv() -> None:
         found = settings.value(name)
         assert ([label.name for label in parse_labels(found)] if name == "labels" else list(found)) == names
         told = COMMANDS[command].options()[name].description
-        assert name == "levels" or "comma is put in quotes" in str(told), name
+        assert name == "levels" or "Quote a name that has a comma" in str(told), name
 
 
 @pytest.mark.parametrize(("command", "name", "beside"), LISTS)

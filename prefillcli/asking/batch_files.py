@@ -75,7 +75,7 @@ def require_batch_file(settings: JobSettings, available: Collection[str]) -> Non
     if is_batch_file(settings, available) or is_request_file(settings, available):
         return
     if settings.requests.served_model_name:
-        raise UsageError("--served-model-name is for batch files, and the input is not one\nleave it out")
+        raise UsageError("--set served_model_name is for batch files, and the input is not one\nleave it out")
     if settings.requests.format:
         raise UsageError(
             f"--format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}, and are "
@@ -83,7 +83,7 @@ def require_batch_file(settings: JobSettings, available: Collection[str]) -> Non
         )
 
 
-SERVED = "--served-model-name lets it answer to other names"
+SERVED = "--set served_model_name=NAME lets it answer to other names"
 
 
 def served_names(settings: JobSettings, opened: Opened) -> Sequence[str]:

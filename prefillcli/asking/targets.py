@@ -208,7 +208,7 @@ class TargetBuilder(PromptBuilder):
         self, tokenizer: Any, settings: PromptSettings, available: Sequence[str], *, stride: int | None, prompts: bool
     ) -> None:
         if stride is not None and stride > settings.max_length:
-            raise UsageError(f"--stride {stride}: a window holds {settings.max_length} tokens\ngive fewer")
+            raise UsageError(f"--set stride={stride}: a window holds {settings.max_length} tokens\ngive fewer")
         super().__init__(tokenizer, settings, available)
         self._prompts_too = prompts
         self._stride = stride

@@ -460,7 +460,7 @@ def content_free_prompts(settings: JobSettings, inputs: Inputs) -> list[Prompt]:
     """Return the prompts of each text of `--calibrate-with`, as of a row; none without any.
 
     The text takes the place of the columns that hold text, among those that prompts are made of, or of those in
-    `--calibrate-columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
+    `calibrate_columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
     UsageError if that is not so, or if no prompt can be made.
     """
     texts, builder, asked = settings.probabilities.calibrate_with, inputs.builder, inputs.schema().asked
@@ -472,13 +472,13 @@ def content_free_prompts(settings: JobSettings, inputs: Inputs) -> list[Prompt]:
     for name in settings.probabilities.calibrate_columns:
         if name not in names:
             listed = ", ".join(names) or "none"
-            raise UsageError(f"--calibrate-columns {name}: the {what} has no such column\nit has: {listed}")
+            raise UsageError(f"--set calibrate_columns={name}: the {what} has no such column\nit has: {listed}")
     columns = _first_rows(inputs, names)
     content = set(settings.probabilities.calibrate_columns or filter(lambda name: _is_content(columns[name]), names))
     for part, own in used.items():
         if content.isdisjoint(own):
             which = f"the prompt of the question {asked[part].name}" if asked[part].name else f"the {what}"
-            raise UsageError(f"{OPTION}: no column of {which} holds text\nname the content with --calibrate-columns")
+            raise UsageError(f"{OPTION}: no column of {which} holds text\nname it with --set calibrate_columns")
     fixed = {name: _one_value(name, columns[name]) for name in names if name not in content}
     batch = RowBatch(
         first_row=0,
@@ -542,7 +542,7 @@ def _one_value(name: str, values: Sequence[Any]) -> Any:
         if _shown(value) != _shown(values[0]):
             raise UsageError(
                 f"{OPTION}: column {name} keeps its value, but it differs from row to row\n"
-                "only text that is the same in all rows may stay: name all other columns with --calibrate-columns"
+                "only text that is the same in all rows may stay: name the others with --set calibrate_columns"
             )
     return values[0] if values else None
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from prefillcli.options.groups import QUOTED, LabelValues, NameList, split_names
-from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Options, option
+from prefillcli.options.option import ANSWERS, INPUT, OUTPUT, PROMPTS, Options, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.questions import Question
 from prefillcli.rows.output import ANSWER
@@ -34,12 +34,12 @@ class ChoiceOptions(Options):
 
     label_values: LabelValues = option(
         (),
-        "Number that each label stands for, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
+        "Number for each label, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
         ANSWERS, changes="columns", metavar="NUMBERS",
     )  # fmt: skip
     choices_column: str | None = option(
         None,
-        "Column with the row's own answers, a list of texts, instead of --labels.",
+        "Column with each row's own answers, a list of texts; replaces --labels.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip
 
@@ -59,8 +59,8 @@ class AskOptions(Options):
 
     ask: str | None = option(
         None,
-        "Ask this about each row, with its columns as {{ product }}: yes or no, or with --options or --levels. The "
-        "column answer has the probability of yes, the chosen option, or the expected level.",
+        "Ask this about each row; {{ product }} inserts a column. Yes or no, unless --options or --levels is "
+        "given. The column answer has the probability of yes, the chosen option or the expected level.",
         ANSWERS, level="first", changes="scores", metavar="TEXT", text=True,
     )  # fmt: skip
     options: NameList = option(
@@ -70,19 +70,18 @@ class AskOptions(Options):
     )  # fmt: skip
     levels: NameList = option(
         (),
-        "Levels that --ask scores by, from the lowest to the highest: calm,annoyed,angry, which count from 0, or "
-        "numbers, which stand for themselves: 1,2,3,4,5.",
+        "Levels that --ask scores by, lowest first: calm,annoyed,angry (counted from 0), or numbers: 1,2,3,4,5.",
         ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
     )  # fmt: skip
     orders: int = option(
         1,
-        "Number of orders of a question's options in which it is asked; the answer is their mean.",
+        "Ask N times with the options reordered, and average.",
         ANSWERS, changes="scores", metavar="N", requires=ASKED_TYPED, ge=1,
     )  # fmt: skip
     questions: str | None = option(
         None,
-        "YAML or JSON file with several questions about each row, or its text. Each adds columns NAME, "
-        "NAME.probabilities, ...; what the questions share is computed once.",
+        "YAML or JSON with several questions about each row: a file, or its text. Each adds columns NAME, "
+        "NAME.probabilities, ...; text that questions share is computed once.",
         ANSWERS, level="first", changes="scores", metavar="PATH", path="template",
     )  # fmt: skip
 
@@ -126,8 +125,8 @@ class LikelihoodOptions(Options):
 
     target_column: str | None = option(
         None,
-        "Column with a text: the score is its log-probability after the prompt. If the prompt is empty, the text "
-        "is a whole document.",
+        "Column with a text to score by its log-probability after the prompt. If the prompt is empty, the text is "
+        "a whole document.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip
     token_logprobs: bool = option(
@@ -138,7 +137,7 @@ class LikelihoodOptions(Options):
     stride: int | None = option(
         None,
         "Tokens that each window of a long document predicts, e.g. 512. (default: as many as it holds)",
-        ANSWERS, changes="scores", metavar="N", requires=TARGET, ge=1,
+        ANSWERS, level="rare", changes="scores", metavar="N", requires=TARGET, ge=1,
     )  # fmt: skip
 
 
@@ -147,7 +146,7 @@ class PairOptions(Options):
 
     pair_column: str | None = option(
         None,
-        "Column with the second text of a pair, for an encoder: the tokenizer encodes the prompt and it together.",
+        "Column with the second text of a pair, for an encoder, which reads both together.",
         PROMPTS, changes="scores", metavar="NAME",
     )  # fmt: skip
 
@@ -162,12 +161,12 @@ class RequestOptions(Options):
         (),
         f"Names by which requests may ask for the model, comma-separated. {QUOTED} (default: --model, and the end of "
         "its path)",
-        ANSWERS, changes="scores", metavar="NAMES",
+        ANSWERS, level="rare", changes="scores", metavar="NAMES",
     )  # fmt: skip
     format: Literal["openai", "systemone"] | None = option(
         None,
-        "Whose requests with typed questions the rows are. (default: as the first row is)",
-        FILES, changes="scores", metavar="openai|systemone",
+        "API whose requests with typed questions the rows are. (default: as the first row is)",
+        INPUT, changes="scores", metavar="openai|systemone",
     )  # fmt: skip
 
 
@@ -176,7 +175,7 @@ class AnsweredOptions(RequestOptions):
 
     format: Literal["openai", "systemone"] | None = option(
         None,
-        "Answer the requests of the input, a batch file or bodies with typed questions, in the form of this API, to a "
-        ".jsonl file. Typed questions are always answered so.",
-        FILES, changes="columns", metavar="openai|systemone",
+        "Answer requests (a batch file, or bodies with typed questions) in the form of this API, to a .jsonl "
+        "file. Typed questions are always answered so.",
+        OUTPUT, changes="columns", metavar="openai|systemone",
     )  # fmt: skip

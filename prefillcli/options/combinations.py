@@ -116,7 +116,7 @@ REFUSED: tuple[Refused, ...] = (
         _APART,
         "--draft",
         "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
-        "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
+        "give --set compress_per_row=true --set keep_private=false, so that a row's tokens follow from the row alone",
         _fits_apart,
     ),
     *_refused(
@@ -193,7 +193,7 @@ REFUSED: tuple[Refused, ...] = (
             *("--questions", "--exit", "--first", "--exit-profile", "--compute", "--calibration", "--calibrate-with"),
             *("--rationale", "--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift"),
         ),
-        "that is about labels, and the likelihood of a text is asked for instead",
+        "it needs labels, and the likelihood of a text has none",
     ),
     *_refused(
         "--target-column",
@@ -217,13 +217,13 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         _EXITS,
         "--keep auto",
-        "what is learnt about exits is of one keep rate, which is not chosen yet",
+        "exits are learnt for one keep rate, which --keep auto has yet to choose",
         "choose the rate in a run without exits, then give it",
     ),
     *_refused(
         _RARE,
         ("--max-flips", "--flips-of", "--exit", "--exit-profile", "--compute", "--estimate"),
-        "it is proven of one first model, instead of a bound on flips",
+        "it is proven for one first model, and replaces the bound on flips",
     ),
     *_refused(
         "--estimate",
@@ -233,13 +233,13 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--adapter-column",
         (*_EXITS, "--calibrate-with"),
-        "what it learns is of one model, and there are several",
+        "it learns from one model, and adapters make several",
         "score each adapter's rows in a separate job",
     ),
     *_refused(
         "--exit-profile",
         "--adapter",
-        "the profile does not name the adapters it is of",
+        "an exit profile does not say which adapters it was learnt with",
         unless=lambda settings: "exits" in settings.groups(),
     ),
     *_refused(

@@ -50,8 +50,9 @@ from prefillcli.options.judging import (
 )
 from prefillcli.options.option import (
     BENCH,
-    FILES,
+    INPUT,
     MODEL,
+    OUTPUT,
     PROFILE,
     Options,
     Settings,
@@ -206,7 +207,7 @@ class ShownOptions(Options):
     row: str | None = option(
         None,
         "Number of the row from 0, or with --id-column its id. (default: the first row)",
-        FILES,
+        INPUT,
         level="first",
         changes="rows",
         metavar="ID",
@@ -214,12 +215,12 @@ class ShownOptions(Options):
     question: str | None = option(
         None,
         "Of several questions, the one whose prompt is shown. (default: the first)",
-        FILES, changes="rows", metavar="NAME",
+        INPUT, changes="rows", metavar="NAME",
     )  # fmt: skip
     html: str | None = option(
         None,
         "Also write an HTML page to this file.",
-        FILES,
+        OUTPUT,
         level="first",
         changes="files",
         metavar="PATH",
@@ -285,7 +286,7 @@ class MeasuredOptions(Options):
     output: str = option(
         "profile.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, level="first", changes="files", short="-o", metavar="PATH", path="profile",
+        OUTPUT, level="first", changes="files", short="-o", metavar="PATH", path="profile",
     )  # fmt: skip
 
 
@@ -345,7 +346,7 @@ class ContestInput(InputOptions):
     seed: int = option(
         0,
         "Seed for --sample and random selections.",
-        FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
+        INPUT, changes="rows", metavar="N", requires=requirements.RANDOM,
     )  # fmt: skip
 
 
@@ -373,7 +374,7 @@ class ContestOptions(Options):
     output: str = option(
         "bench.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, level="first", changes="files", short="-o", metavar="PATH", path="bench",
+        OUTPUT, level="first", changes="files", short="-o", metavar="PATH", path="bench",
     )  # fmt: skip
 
 
@@ -465,7 +466,7 @@ class ExaminedModel(ModelOptions):
 
     model: str | None = option(
         None,
-        "Also show what a run would do with this model: a directory, a GGUF file or a hub name.",
+        "Also show how a run would use this model: a directory, a GGUF file or a hub name.",
         MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
     )  # fmt: skip
 

@@ -57,7 +57,7 @@ class WritingOptions(Options):
 
     rationale: int = option(
         0,
-        "Let the model write up to N tokens after its answer, as its reasons.",
+        "Let the model write up to N tokens of reasons after its answer.",
         RATIONALES, changes="columns", metavar="N", needs="rationales", off=0, ge=0,
     )  # fmt: skip
     rationale_template: str = option(
@@ -67,34 +67,34 @@ class WritingOptions(Options):
     )  # fmt: skip
     rationale_temperature: float = option(
         0.0,
-        "Draw the tokens at this temperature; 0 takes the likeliest one.",
+        "Sampling temperature; 0 takes the likeliest token.",
         RATIONALES, changes="columns", metavar="T", requires=RATIONALE, off=0, ge=0, allow_inf_nan=False,
     )  # fmt: skip
     rationale_seed: int = option(
         0,
-        "Seed of these draws. The same seed gives a row the same text.",
-        RATIONALES, changes="columns", metavar="N", requires=DRAWN_RATIONALES, ge=0,
+        "Seed for sampling. The same seed gives a row the same text.",
+        RATIONALES, level="rare", changes="columns", metavar="N", requires=DRAWN_RATIONALES, ge=0,
     )  # fmt: skip
     speculation: SpeculationName = option(
         "lookup",
-        "How tokens are guessed ahead, to write faster; the text stays the same. lookup: from prompt and text.",
+        "How to guess tokens ahead, to write faster; the text stays the same. lookup: from prompt and text.",
         RATIONALES, changes="speed", needs="speculation", requires=RATIONALE,
     )  # fmt: skip
     speculation_tokens: int = option(
         6,
         "Most tokens to guess ahead.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=SPECULATION,
+        RATIONALES, level="rare", changes="speed", metavar="N", needs="speculation", requires=SPECULATION,
         ge=1, le=64,
     )  # fmt: skip
     retrieval_budget: int = option(
         4096,
         "Tokens of each prompt that retrieval speculation reads.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+        RATIONALES, level="rare", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
     )  # fmt: skip
     retrieval_chunk: int = option(
         8,
         "Neighbouring tokens that it chooses together.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+        RATIONALES, level="rare", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
     )  # fmt: skip
 
     evidence: bool = option(

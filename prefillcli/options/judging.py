@@ -9,12 +9,20 @@ from pydantic import BeforeValidator, model_validator
 from prefillcli.errors import UsageError
 from prefillcli.options.asking import AskOptions
 from prefillcli.options.groups import QUOTED, NameList, RowRange, TextList, split_names
-from prefillcli.options.option import ANSWERS, BENCH, FILES, Options, argument, option
+from prefillcli.options.option import (
+    ANSWERS,
+    BENCH,
+    EVALUATION,
+    FIT,
+    GATES,
+    INPUT,
+    OUTPUT,
+    Options,
+    argument,
+    option,
+)
 from prefillcli.options.requirements import ALL_ROWS, SHOWN_TEXT, Requirement
 from prefillcli.rows.output import ANSWER
-
-EVALUATION = "Evaluation"
-GATES = "Gates"
 
 TRUTH = Requirement(lambda s: s.truth.truth is not None, "needs --truth", "name the right answers with --truth")
 
@@ -58,7 +66,7 @@ class KeptTruthOptions(TruthOptions):
 
     truth: str | None = option(
         None,
-        "Column with the right answer; kept in the output. The report shows what the scores are worth. With "
+        "Column with the right answer, copied to the output. The report shows how good the answers are. With "
         "--questions, NAME=COLUMN for each of them, comma-separated.",
         EVALUATION, level="first", changes="columns", metavar="COLUMN",
     )  # fmt: skip
@@ -75,8 +83,8 @@ class EvaluationOptions(Options):
 
     show_text: bool = option(
         False,
-        "Put the text of the rows that the report names, and a few rationales, into the report. Otherwise it holds "
-        "no text, and its page one prompt of each question.",
+        "Show the text of the rows that the report names, and a few rationales. Without it the report has no "
+        "text, and its page one prompt of each question.",
         EVALUATION, changes="report", requires=SHOWN_TEXT,
     )  # fmt: skip
 
@@ -125,9 +133,6 @@ class GateOptions(Options):
         return int(first or 0), int(last) if last else None
 
 
-FIT = "Fit"
-
-
 CONTENT = Requirement(
     lambda s: s.prompts.template is not None or s.asking.questions is not None,
     "needs a --template or --questions, whose columns it replaces: which part of a prompt is content cannot be known",
@@ -169,14 +174,14 @@ class ProbabilityOptions(Options):
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
-        "Text without content, such as N/A. The model's answer about it is divided out, in the column probability, "
+        "Text without content, such as N/A: the model's answer to it is divided out, in the column probability, "
         "or NAME.calibrated of each question; repeatable.",
         ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=CONTENT, text=True,
     )  # fmt: skip
     calibrate_columns: NameList = option(
         (),
         f"Columns of prompts that --calibrate-with replaces, comma-separated. {QUOTED} (default: all that hold text)",
-        ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
+        ANSWERS, level="rare", changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
     )  # fmt: skip
 
     @property
@@ -200,29 +205,29 @@ class LabelledOptions(Options):
         "Column with the right answer: a label, or yes or no, true or false, 1 or 0 for two labels. With --accuracy, "
         "NAME=COLUMN for each of several questions, comma-separated. (default: the columns NAME.right of a review "
         "file)",
-        FILES, changes="report", metavar="COLUMN",
+        INPUT, changes="report", metavar="COLUMN",
     )  # fmt: skip
     truth_from: str | None = option(
         None,
-        "File with the right answers, if the scores have none, such as the file of --review once a person has filled "
-        "it in; rows are matched by id, or by number.",
-        FILES, changes="report", metavar="PATH", path="rows",
+        "File with the right answers, if the scores have none, such as a --review file that a person has filled "
+        "in; rows are matched by id, or by number.",
+        INPUT, changes="report", metavar="PATH", path="rows",
     )  # fmt: skip
     review_blank: Literal["unseen", "confirmed"] = option(
         "unseen",
-        "What a blank right answer in a review file means. confirmed: a person has seen the answer shown, and it is "
-        "right; unseen: nobody has looked.",
-        FILES, changes="report", requires=TRUTH_FROM,
+        "What a blank right answer in a review file means. confirmed: a person saw the answer and it is right; "
+        "unseen: nobody has looked.",
+        INPUT, changes="report", requires=TRUTH_FROM,
     )  # fmt: skip
     id_column: str | None = option(
         None,
         "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
-        FILES, changes="report", metavar="NAME", requires=TRUTH_FROM,
+        INPUT, changes="report", metavar="NAME", requires=TRUTH_FROM,
     )  # fmt: skip
     question: str = option(
         "",
         "Question whose scores are calibrated, if the output has several.",
-        FILES, changes="report", metavar="NAME",
+        INPUT, changes="report", metavar="NAME",
     )  # fmt: skip
 
     def check(self) -> None:
@@ -237,16 +242,16 @@ class FitOptions(Options):
     output: str = option(
         "calibration.json",
         "Where the calibration goes, or the floors. (default: calibration.json, with --accuracy floors.json)",
-        FILES, changes="files", short="-o", metavar="PATH", path="calibration",
+        OUTPUT, changes="files", short="-o", metavar="PATH", path="calibration",
     )  # fmt: skip
     accuracy: float | None = option(
         None,
-        "Fit nothing, but find the lowest probability from which answers are right at this rate, with 95 % "
+        "Instead of fitting, find the lowest probability from which answers are right at this rate, with 95 % "
         "confidence: a floor for --review-below.",
         FIT, changes="report", metavar="RATE", gt=0, lt=1,
     )  # fmt: skip
     per_answer: bool = option(
-        False, "A floor for each answer, from which this answer is right at that rate.",
+        False, "Find a floor for each answer, from which this answer is right at that rate.",
         FIT, changes="report", requires=ACCURACY,
     )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
@@ -273,9 +278,9 @@ class EstimateOptions(Options):
 
     estimate: int | None = option(
         None,
-        "Read N random rows only, and report the share of each answer in the whole input, with a 95 % interval. With "
-        "--first a small model or words read all rows, which narrows it.",
-        FILES, changes="report", metavar="N", ge=20,
+        "Read only N random rows, and report the share of each answer in the whole input, with a 95 % interval. "
+        "With --first a small model, or words, reads all rows, which narrows the interval.",
+        INPUT, changes="report", metavar="N", ge=20,
     )  # fmt: skip
 
 
@@ -294,13 +299,13 @@ class ReviewOptions(Options):
 
     review_below: Annotated[str, BeforeValidator(_as_text)] | None = option(
         None,
-        "Add the column review: the questions of a row whose answer has a probability below P. NAME=P,... is for "
-        "single questions; a file of prefill calibrate --accuracy has a floor for each.",
+        "Add the column review: the questions of a row whose answer has a probability below P. NAME=P,... sets it "
+        "by question; a file of prefill calibrate --accuracy has a floor for each.",
         ANSWERS, changes="columns", metavar="P|FILE", path="file",
     )  # fmt: skip
     review: str | None = option(
         None,
-        "Also write the rows with such an answer or with none to this file, e.g. look.csv, for a person to fill in: "
-        "ids, kept columns, questions, answers, and an empty column NAME.right for each right one.",
-        FILES, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
+        "Also write the rows to review, and those without an answer, to this file, e.g. look.csv, for a person to "
+        "fill in: ids, kept columns, questions, answers, and an empty column NAME.right for each right one.",
+        OUTPUT, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
     )  # fmt: skip

@@ -180,18 +180,20 @@ def _shown(value: object) -> str:
     return shortened.repr(value)
 
 
-def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any]:
+def rare_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any]:
     """Return the options that `--set NAME=VALUE` gives, by name. Raises UsageError for a name that is not for it."""
     try:
         found = {key.replace("-", "_"): value for key, value in read_mapping(given).items()}
     except ValueError as error:
         raise UsageError(f"--set {' '.join(' '.join(given).split())}: {error}") from None  # on one line
-    names = kind.of_level("settled")
+    names = kind.of_level("rare")
     for name in found:
         if name in kind.options() and name not in names:
             raise UsageError(f"--set {name}: this option has a flag\ngive {as_typed(kind, name)}")
         if name not in names:
-            raise UsageError(f"--set {' '.join(name.split())}: there is no such setting{did_you_mean(name, names)}")
+            raise UsageError(
+                f"--set {' '.join(name.split())}: no rare option has this name{did_you_mean(name, names)}"
+            )
     return found
 
 

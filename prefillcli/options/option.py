@@ -14,33 +14,34 @@ from pydantic.fields import FieldInfo
 from prefillcli.options.engines import Capability
 from prefillcli.options.requirements import Requirement
 
-(
-    FILES,
-    MODEL,
-    PROMPTS,
-    ANSWERS,
-    RUN,
-    MEMORY,
-    WORKERS,
-    COMPRESSION,
-    EARLY_EXIT,
-    RATIONALES,
-    BENCH,
-    PROFILE,
-) = (
-    "Files",
-    "Model",
-    "Prompts",
-    "Answers",
-    "Run",
-    "Memory and speed",
-    "Several processes",
-    "Compression (SpecPrefill)",
-    "Early exit and flips",
-    "Rationales",
-    "What is compared",
-    "What is measured",
-)
+ANSWERS = "Answers"
+PROMPTS = "Prompts"
+INPUT = "Input"
+MODEL = "Model"
+MEMORY = "Memory and speed"
+WORKERS = "Several processes"
+COMPRESSION = "Compression (SpecPrefill)"
+EARLY_EXIT = "Early exit and flips"
+RATIONALES = "Rationales"
+OUTPUT = "Output"
+EVALUATION = "Evaluation"
+GATES = "Gates"
+RUN = "Run"
+BENCH = "What is compared"
+PROFILE = "What is measured"
+FIT = "Fit"
+
+STEPS = {
+    "What to do": (BENCH, PROFILE, FIT),
+    "What is asked": (ANSWERS, RATIONALES),
+    "Of what": (INPUT, PROMPTS),
+    "By which model": (MODEL,),
+    "How cheaply": (MEMORY, WORKERS, COMPRESSION, EARLY_EXIT),
+    "Where to": (OUTPUT,),
+    "How safely": (EVALUATION, GATES, RUN),
+}
+"""The panels of options by the step of a job that they are for. Help pages and the reference have this order."""
+PANELS = tuple(panel for panels in STEPS.values() for panel in panels)
 
 Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
 """The thing that an option changes; of several, the first in this order.
@@ -56,12 +57,12 @@ The first three make the job: see `prefillcli.scoring.identity`.
 """
 
 
-Level = Literal["first", "more", "settled"]
+Level = Literal["first", "more", "rare"]
 """The users that an option is for.
 
 - first: a first job needs it, and `--help` shows it.
 - more: `--help-all` shows it.
-- settled: measurement has settled it. It has no flag: `--set NAME=VALUE` gives it.
+- rare: few jobs need it. It has no flag: `--set NAME=VALUE` gives it, or a recipe.
 """
 
 
@@ -345,8 +346,8 @@ def details_of(kind: OptionKind, name: str) -> Details:
 def as_typed(kind: OptionKind, name: str, value: Any = None) -> str:
     """Return the words of the command line that give an option, this value where there are several."""
     details = details_of(kind, name)
-    if details.level == "settled":
-        return f"--set {name}"
+    if details.level == "rare":
+        return f"--set {name}=false" if value is False else f"--set {name}"
     word = name.replace("_", "-")
     if value is False:
         word = details.negative or f"no-{word}"

@@ -13,8 +13,8 @@ from prefillcli.options.option import (
     BENCH,
     COMPRESSION,
     EARLY_EXIT,
-    FILES,
     MODEL,
+    OUTPUT,
     Options,
     as_typed,
     option,
@@ -104,13 +104,13 @@ class CompressionOptions(Options):
 
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers. random, bm25: "
-        "no model, but random chunks, or the sentences most like the question, to compare it with.",
+        "Small model with the same tokenizer that picks the tokens to read; self: the model's own first layers. "
+        "random and bm25 pick chunks or sentences without a model, for comparison.",
         COMPRESSION, changes="scores", metavar="DIR|NAME|self|random|bm25", path="model",
     )  # fmt: skip
     draft_tokenizer: Literal["same", "translate"] = option(
         "same",
-        "translate: a draft with another tokenizer reads the prompts' text in its own tokens.",
+        "translate: accept a draft with another tokenizer, which reads each prompt's text in its own tokens.",
         COMPRESSION, changes="scores", requires=DRAFT,
     )  # fmt: skip
     keep: KeepRate = option(
@@ -121,65 +121,65 @@ class CompressionOptions(Options):
     )  # fmt: skip
     self_layer: int | None = option(
         None,
-        "Number of layers after which a model that is its own draft reads only what it keeps. (default: 0.45 of "
-        "its layers)",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=SELF_DRAFT, ge=1,
+        "With --draft self: the layer after which the model reads only the tokens that it keeps. (default: 0.45 "
+        "of its layers)",
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=SELF_DRAFT, ge=1,
     )  # fmt: skip
     paper: bool = option(
         False,
-        "SpecPrefill as in its paper: lookahead 8, query_window 0, query_reduce mean, pool 13, select_chunk 32, "
+        "SpecPrefill as published: lookahead 8, query_window 0, query_reduce mean, pool 13, select_chunk 32, "
         "keep_private false.",
-        COMPRESSION, changes="scores", requires=COMPRESSED,
+        COMPRESSION, level="rare", changes="scores", requires=COMPRESSED,
     )  # fmt: skip
     lookahead: int = option(
         8,
-        "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=DRAFT, ge=1,
+        "Tokens whose attention votes: the prompt's last one, and N - 1 that the draft decodes.",
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=DRAFT, ge=1,
     )  # fmt: skip
     query_window: int = option(
         8,
         "The prompt's last N tokens vote too.",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, off=0, ge=0,
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=COMPRESSED, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["rank", "mean", "max"] = option(
         "rank",
-        "How the votes of several tokens are combined: best rank, mean or maximum.",
-        COMPRESSION, level="settled", changes="scores", requires=VOTES,
+        "How the votes of several tokens are combined: rank (the best one), mean or max.",
+        COMPRESSION, level="rare", changes="scores", requires=VOTES,
     )  # fmt: skip
     pool: OddNumber = option(
         13,
-        "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=VOTES, ge=1,
+        "Average importance over N neighbouring tokens; odd, 1 for no averaging.",
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=VOTES, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
         16,
-        "Tokens kept or dropped together; 1 selects single tokens.",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, ge=1,
+        "Keep or drop tokens in chunks of N; 1 selects single tokens.",
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=COMPRESSED, ge=1,
     )  # fmt: skip
     compress_above: TokenThreshold = option(
         "auto",
-        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
-        COMPRESSION, changes="scores", metavar="N|auto", requires=COMPRESSED,
+        "Read prompts of up to N tokens in full. auto: those that compression would not speed up.",
+        COMPRESSION, level="rare", changes="scores", metavar="N|auto", requires=COMPRESSED,
     )  # fmt: skip
     keep_first: int = option(
         4,
-        "First tokens that are always kept.",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, ge=0,
+        "Always keep the first N tokens.",
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=COMPRESSED, ge=0,
     )  # fmt: skip
     keep_last: int = option(
         64,
-        "Last tokens that are always kept: the question.",
-        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, ge=1,
+        "Always keep the last N tokens: the question.",
+        COMPRESSION, level="rare", changes="scores", metavar="N", requires=COMPRESSED, ge=1,
     )  # fmt: skip
     keep_private: bool = option(
         True,
         "Keep everything after a row's shared prefix, if --keep leaves room for it. (default: on)",
-        COMPRESSION, changes="scores", negative="no-keep-private", requires=COMPRESSED,
+        COMPRESSION, level="rare", changes="scores", requires=COMPRESSED,
     )  # fmt: skip
     compress_per_row: bool = option(
         False,
-        "Select tokens for each row on its own; prefixes are then no longer shared.",
-        COMPRESSION, changes="scores", requires=VOTES,
+        "Select tokens for each row alone; prefixes are then not shared.",
+        COMPRESSION, level="rare", changes="scores", requires=VOTES,
     )  # fmt: skip
 
     @property
@@ -211,7 +211,7 @@ class CompressionOptions(Options):
         super().check()
         if self.paper and (given := [name for name in PAPER if self.is_given(name)]):
             flags = ", ".join(as_typed(type(self), name) for name in given)
-            raise UsageError(f"--paper already sets {flags}: leave out one or the other")
+            raise UsageError(f"--set paper already sets {flags}: leave out one or the other")
 
         if self.draft == "bm25":
             require_extra("bm25", "--draft bm25")
@@ -252,8 +252,8 @@ class RatesOptions(CompressionOptions):
     )  # fmt: skip
     compress_above: TokenThreshold = option(
         0,
-        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
-        COMPRESSION, changes="scores", metavar="N|auto", requires=COMPRESSED,
+        "Read prompts of up to N tokens in full. auto: those that compression would not speed up.",
+        COMPRESSION, level="rare", changes="scores", metavar="N|auto", requires=COMPRESSED,
     )  # fmt: skip
 
 
@@ -285,50 +285,49 @@ class ExitOptions(Options):
 
     exit: bool = option(
         False,
-        "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
+        "Let rows leave the model as soon as their answer is decided, within --max-flips.",
         EARLY_EXIT, changes="scores", needs="exits",
     )  # fmt: skip
     first: str | None = option(
         None,
-        "A small model that reads every row first: a directory, a GGUF file, the name of a hub model, or words, which "
-        "needs no model. --model reads the rows whose answer it cannot predict; --max-flips bounds how many answers "
-        "that flips.",
+        "Small model that reads every row first: a directory, a GGUF file, a hub name, or words, which needs no "
+        "model. --model reads only the rows whose answer it cannot predict, within --max-flips.",
         EARLY_EXIT, changes="scores", metavar="MODEL|words", path="model", needs="exits",
     )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
-        "Let the model read every row in smaller numbers first. Rows whose answer this does not predict are read "
-        "again in --dtype; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
+        "Score every row in low precision first, and again in --dtype where that does not predict the answer, "
+        "within --max-flips. fp8 needs CUDA.",
         EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
         "each",
-        "What --max-flips bounds with --exit, --first or --compute: the flips of each answer's rows, or of all rows "
-        "together.",
-        EARLY_EXIT, changes="scores", requires=EXIT,
+        "What --max-flips bounds with --exit, --first or --compute: the flips of each answer, or of all rows "
+        "together (all).",
+        EARLY_EXIT, level="rare", changes="scores", requires=EXIT,
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Rows to read in full first, to learn when rows are decided. (default: as many as --max-flips takes, at "
-        "most half of the job's rows; with --exit-profile 300)",
-        EARLY_EXIT, changes="scores", metavar="N", requires=EXIT, ge=20,
+        "Rows to read in full first, to learn from. (default: as many as --max-flips takes, at most half of the "
+        "job's rows; with --exit-profile 300)",
+        EARLY_EXIT, level="rare", changes="scores", metavar="N", requires=EXIT, ge=20,
     )  # fmt: skip
     exit_profile: str | None = option(
         None,
-        "Exit profile of an earlier job (its OUTPUT.exit.json), used again after a check on fresh rows.",
+        "Exit profile of an earlier job (its OUTPUT.exit.json), reused after a check on fresh rows.",
         EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
     )  # fmt: skip
 
     recall: float | None = option(
         None,
-        "Instead of --max-flips, for a rare answer: of the rows that --model would give the first label, the least "
-        "share that must get it, at 95 % confidence. The first model decides rows that surely do not have it.",
+        "For a rare answer, instead of --max-flips: of the rows to which --model would give the first label, the "
+        "least share that must get it, at 95 % confidence. The first model decides rows that surely lack it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
     precision: float | None = option(
         None,
-        "Instead of --max-flips: of the rows that get the first label, the least share that --model would give it "
-        "too, at 95 % confidence. The first model decides rows that surely have it.",
+        "For a rare answer, instead of --max-flips: of the rows that get the first label, the least share to "
+        "which --model would give it too, at 95 % confidence. The first model decides rows that surely have it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
 
@@ -368,19 +367,20 @@ class ExitMethodOptions(Options):
 
     first: str | None = option(
         None,
-        "The model that decides rows in the methods first and first-exit, as of prefill score --first.",
+        "The model that decides rows in the methods first and first-exit, as in prefill score --first.",
         BENCH, changes="scores", metavar="MODEL|words", path="model", requires=FIRST_METHOD,
     )  # fmt: skip
     max_flips: float = option(
         0.01,
-        "Share of each answer that the methods early-exit, first, first-exit and int8 may flip, at 95 % confidence.",
+        "Largest share of each answer that the methods early-exit, first, first-exit and int8 may change, at 95 % "
+        "confidence.",
         BENCH, changes="scores", metavar="RATE", requires=EXIT_METHOD, gt=0, lt=1,
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Rows that these methods learn from, on which none is compared. (default: as many as --max-flips takes, at "
+        "Rows that these methods learn from; they are not compared. (default: as many as --max-flips takes, at "
         "most half of the rows)",
-        BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
+        BENCH, level="rare", changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
 
 
@@ -389,14 +389,14 @@ class FlipOptions(Options):
 
     max_flips: float = option(
         0.01,
-        "Share of answers that --exit, --first or --keep auto may flip, at 95 % confidence; of each answer with the "
-        "first two.",
+        "Largest share of answers that may change, at 95 % confidence: of each answer with --exit, --first and "
+        "--compute, of all rows with --keep auto.",
         EARLY_EXIT, changes="scores", metavar="RATE", requires=BOUNDED_FLIPS, gt=0, lt=1,
     )  # fmt: skip
     audit: int = option(
         0,
-        "Also read N random rows in full, of those that are compressed or may leave early, and report how many "
-        "answers flip.",
+        "Rescore N random rows in full, of those that were compressed or could leave early, and report how many "
+        "answers change.",
         EARLY_EXIT, changes="columns", metavar="N", needs="compression", requires=AUDITABLE, off=0, ge=0,
     )  # fmt: skip
 
@@ -408,12 +408,12 @@ class EarlierOptions(Options):
         None,
         "Earlier output of this job, such as last night's. Rows with the same id and prompt are copied from it, "
         "not scored.",
-        FILES, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=SCORES,
+        OUTPUT, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=SCORES,
     )  # fmt: skip
     retry_errors: bool = option(
         False,
-        "Score the error rows of this job again; all other rows stay as they are. Implies --resume.",
-        FILES, changes="files", requires=SCORES,
+        "Score this job's error rows again; all other rows stay as they are. Implies --resume.",
+        OUTPUT, changes="files", requires=SCORES,
     )  # fmt: skip
 
 
@@ -456,7 +456,7 @@ class AdapterOptions(Options):
     )  # fmt: skip
     adapter_column: str | None = option(
         None,
-        "Column that names each row's adapter; rows where it is empty are read without one.",
+        "Column with the name of each row's adapter; rows where it is empty use none.",
         MODEL, changes="scores", metavar="COLUMN", requires=ADAPTERS,
     )  # fmt: skip
 

@@ -303,7 +303,7 @@ def test_all_text_is_content_unless_columns_are_named(model: Path, reference: Re
         ({"calibrate_columns": "prose"}, "the template has no such column\nit has: "),
         ({"template": "{% if post != 'N/A' %}{{ post }}{% endif %}"}, "no prompt can be made of it"),
         ({"template": None, "prompt_column": "post"}, "needs a --template or --questions, whose columns it replaces"),
-        ({"calibrate_with": None, "calibrate_columns": "post"}, "--calibrate-columns needs --calibrate-with"),
+        ({"calibrate_with": None, "calibrate_columns": "post"}, "--set calibrate_columns needs --calibrate-with"),
     ],
 )
 def test_what_has_no_prompt_without_content_is_refused(model: Path, given: dict[str, Any], said: str) -> None:

@@ -62,7 +62,7 @@ def test_help_groups_every_option() -> None:
     shown = prefill("score", "--help-all").stdout
     for name in ("--output", "--labels", "--resume", "--overwrite", "--recipe", "--on-long", "--memory"):
         assert name in shown
-    for panel in ("Files", "Model", "Prompts", "Answers", "Memory and speed", "Run"):
+    for panel in ("Input", "Output", "Model", "Prompts", "Answers", "Memory and speed", "Run"):
         assert f"\n{panel}:\n" in shown
 
 

@@ -55,13 +55,13 @@ def settings(recipe: str | None = None, environment: dict[str, str] | None = Non
         ({"pool": 4}, ["--set pool", "odd"]),
         (
             {"paper": True, "query_window": 8, "keep_private": True},
-            ["--paper", "--set query_window", "--keep-private"],
+            ["--set paper", "--set query_window", "--set keep_private"],
         ),
         ({"lookahead": 0}, ["--set lookahead"]),
         ({"query_window": -1}, ["--set query_window"]),
         ({"query_reduce": "median"}, ["--set query_reduce", "mean"]),
         ({"select_chunk": 0}, ["--set select_chunk"]),
-        ({"compress_above": -1}, ["--compress-above"]),
+        ({"compress_above": -1}, ["--set compress_above"]),
         ({"keep_last": -1}, ["--set keep_last"]),
         ({"max_flips": 1}, ["--max-flips"]),
     ],
@@ -80,8 +80,8 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
 
     for words, named in (
         (["--keep", "0.5"], "--draft"),
-        (["--compress-above", "some"], "--compress-above"),
-        (["--paper", "--set", "pool=5"], "--set pool"),
+        (["--set", "compress_above=some"], "--set compress_above"),
+        (["--set", "paper=true", "--set", "pool=5"], "--set pool"),
     ):
         with pytest.raises(SystemExit) as ended:
             app(["score", str(source), *words])

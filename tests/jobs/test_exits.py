@@ -411,7 +411,7 @@ def test_the_flips_of_all_rows_are_bounded_together(
     assert flips <= FLIPS * ROWS
     given = {"exit_profile": "out.exit.json", "exit_rows": 40}
     refused = score(data, "again.jsonl", model=deep_model, **(EXITS | given))
-    assert (refused["exit_code"], "learnt with --flips-of all, not each" in refused["error"]) == (2, True)
+    assert (refused["exit_code"], "learnt with flips_of=all, not each" in refused["error"]) == (2, True)
     again = score(data, "again.jsonl", model=deep_model, **(flags | given))
     assert again["status"] == "complete"
     assert read_report("again.run.json")["exits"]["status"] == "reused"

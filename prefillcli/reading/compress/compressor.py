@@ -102,7 +102,7 @@ class WorthCompressing:
         """Return why compressing a prompt does not pay, as the end of a sentence about its tokens."""
         above = self._compression.compress_above
         if above != "auto":
-            return f"are not more than --compress-above {above:,}"
+            return f"are not more than compress_above {above:,}"
         speedup = self.speedup(tokens, keep)
         if speedup is None:
             return f"are not more than {UNKNOWN_ABOVE:,}, and the cost model does not know this architecture"

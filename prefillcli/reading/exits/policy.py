@@ -542,8 +542,8 @@ def require_same_job(profile: ExitProfile, path: str | None, job: Mapping[str, A
         )
     if profile.flips_of != job["flips_of"]:
         raise UsageError(
-            f"--exit-profile {shown}: it was learnt with --flips-of {profile.flips_of}, not {job['flips_of']}\n"
-            f"give --flips-of {profile.flips_of}, or leave the profile out"
+            f"--exit-profile {shown}: it was learnt with flips_of={profile.flips_of}, not {job['flips_of']}\n"
+            f"give --set flips_of={profile.flips_of}, or leave the profile out"
         )
     if profile.max_flips > job["max_flips"]:
         raise UsageError(

@@ -383,7 +383,7 @@ def work_of(
 #   with a wrong one, and then cannot flip.
 # For the same reasons the test of a class does not depend on the levels of the others.
 #
-# With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
+# With flips_of=all all rows are one class, with one sequence of tests, and every label leaves at its level.
 #
 # The bound is binomial (Clopper and Pearson, Biometrika 26, 1934), or, where the rows are a large part of a job,
 # hypergeometric, because they are drawn from its rows without replacement. That takes the number of a class's rows in

@@ -359,7 +359,7 @@ class RayCrew:
             self._kill(waiting[0].number)
             raise ResourceError(
                 f"Ray has had no room for a worker for {self._patience:g} s: it asks for {self._cluster.wish()}; "
-                f"the cluster is {self._cluster.room()}\ntake less --worker-resources, or a longer --ray-timeout"
+                f"the cluster is {self._cluster.room()}\ntake less --worker-resources, or a longer --set ray_timeout"
             )
         for actor in waiting:
             if now - actor.begun > _SILENCE and actor.number not in self._told and not self._quiet:

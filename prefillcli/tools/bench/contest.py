@@ -286,7 +286,7 @@ def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, not
                 job.settings.check()
             job.use(job.models.scorer or job.models.load_beside(sets - 1, longest, notes))
             if (reason := job.learnt("reason")) is not None:
-                raise ResourceError(f"{reason}; --exit-rows and --max-flips decide")
+                raise ResourceError(f"{reason}; exit_rows and --max-flips decide")
             able.append(job)
     return [job for job in jobs if job in able]
 

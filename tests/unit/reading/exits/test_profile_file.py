@@ -159,7 +159,7 @@ def test_a_file_with_other_values_than_a_job_wrote_is_refused(
         ({"model": "blake3:ff"} | question(label_tokens="x"), "different model, label spellings"),
         (question(question="urgent"), "different questions"),
         ({"questions": JOB["questions"] * 2}, "different questions, labels, label spellings"),
-        ({"flips_of": "all"}, "it was learnt with --flips-of each, not all\ngive --flips-of each"),
+        ({"flips_of": "all"}, "it was learnt with flips_of=each, not all\ngive --set flips_of=each"),
         ({"max_flips": 0.01}, "it proves at most 3.00% flips, --max-flips asks for 1.00%"),
     ],
 )

@@ -45,7 +45,7 @@ def test_too_few_rows_leave_the_method_out_with_the_reason() -> None:
     workload = compared(40, method=("early-exit",), rounds=0)
     assert [each.method for each in workload.methods] == ["hybrid"]
     assert workload.notes[0].startswith("early-exit is left out: ")
-    assert "--exit-rows and --max-flips decide" in workload.notes[0]
+    assert "exit_rows and --max-flips decide" in workload.notes[0]
 
 
 @pytest.mark.nightly
