@@ -162,7 +162,7 @@ $(BUILD_VENV)/.ready:
 	$(BUILD_VENV)/bin/pip install --quiet --disable-pip-version-check hatchling
 	touch $@
 
-# docs/options.md from the options themselves, and schema/run.schema.json from the report's classes
+# What is made of the options themselves, docs/options.md and the keywords of Python, and schema/run.schema.json
 reference: setup
 	$(BIN)/python -m tests.reference
 

@@ -1,11 +1,13 @@
-"""`python -m tests.reference`: docs/options.md, made of the options themselves, and schema/run.schema.json, made of
-the report's classes. A test compares them."""
+"""`python -m tests.reference`: what is made of the options themselves, docs/options.md and the keywords of
+`prefillcli.Scorer` and `prefillcli.score`, and schema/run.schema.json, made of the report's classes. A test compares
+them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import create_model
 from pydantic.json_schema import GenerateJsonSchema
@@ -20,7 +22,7 @@ from prefillcli.judging.gates import DriftUse, Gate
 from prefillcli.judging.likelihood import LikelihoodUse
 from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
 from prefillcli.judging.review import ReviewUse
-from prefillcli.options.commands import COMMANDS
+from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import PANELS, as_typed, details_of
 from prefillcli.reading.compress.compressor import KeepChoice
 from prefillcli.reading.earlier import SinceUse
@@ -30,6 +32,7 @@ from prefillcli.report.run import SCHEMA_VERSION, RunReport
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "options.md"
 SCHEMA = ROOT / "schema" / "run.schema.json"
+KEYWORDS = ROOT / "prefillcli" / "options" / "keywords.py"
 #: What the judges of a job put into `run.json`.
 BLOCKS: dict[str, Any] = {
     "adapters": list[AdapterUse],
@@ -124,6 +127,82 @@ class _Schema(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])
 
 
+# The groups whose options determine how a row is scored, and their options that are for jobs alone.
+_OF_ROWS = (
+    *("prompts", "answers", "choices", "asking", "pairs", "likelihood", "probabilities", "lm", "adapters", "engine"),
+    *("packs", "layers", "compression", "requests", "rationales", "chosen"),
+)
+_OF_JOBS = {"model", "gguf_cache", "format", "rationale_limit"}
+_OF_FILES = ("id_column", "keep_columns", "limit", "sample", "seed", "csv_separator", "csv_quoting")
+# Types that no rule makes of an option's own.
+_TYPES = {
+    "adapter": "StrPath | Sequence[str] | Mapping[str, StrPath]",
+    "keep": "float",
+    "questions": "StrPath | Sequence[Question | Mapping[str, Any]] | None",
+}
+_KEYWORDS = '''"""The options that Python takes as keywords, made of the options themselves (`make reference`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict
+
+from prefillcli.prompts.questions import Question
+
+StrPath = str | PathLike[str]
+
+
+class ScorerOptions(TypedDict, total=False):
+    """The options of `prefill score` that determine how a row is scored. docs/score.md explains each."""
+
+{scorer}
+
+
+class FileOptions(TypedDict, total=False):
+    """The options of `prefill score` that choose the rows and columns of files."""
+
+{files}
+
+
+class ScoreOptions(ScorerOptions, FileOptions, total=False):
+    """The options of `prefillcli.score`."""
+'''
+
+
+def keywords() -> str:
+    """The module with the keywords and their types."""
+    groups = ScoreSettings.groups()
+    of_rows = [name for group in _OF_ROWS for name in groups[group].model_fields if name not in _OF_JOBS]
+    scorer, files = ("\n".join(f"    {name}: {_type(name)}" for name in names) for names in (of_rows, _OF_FILES))
+    return _KEYWORDS.format(scorer=scorer, files=files)
+
+
+def _type(name: str) -> str:
+    details, own = details_of(ScoreSettings, name), _written(ScoreSettings.options()[name].annotation)
+    if name in _TYPES:
+        return _TYPES[name]
+    if details.metavar == "SIZE":
+        return own.replace("str", "str | int")
+    return own.replace("str", "StrPath") if details.path is not None and own.startswith("str |") else own
+
+
+def _written(annotation: Any) -> str:
+    """A type as a keyword has it: wider than what the command line's texts become, and without what validates it."""
+    origin, own = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _written(own[0])
+    if origin is Literal:
+        return f"Literal[{', '.join(json.dumps(each) for each in own)}]"
+    if origin is tuple:
+        return f"str | Sequence[{_written(own[0])}]"
+    if origin is dict:
+        return "Mapping[str, Any]"
+    if own:
+        return " | ".join(dict.fromkeys(" | ".join(map(_written, own)).split(" | ")))
+    return "None" if annotation is NoneType else str(annotation.__name__)
+
+
 def run_schema() -> str:
     """The schema of `run.json`, with a line for each key and each class."""
     whole: Any = create_model("run.json", __base__=RunReport, __doc__=RunReport.__doc__, **BLOCKS)
@@ -143,3 +222,4 @@ def _cell(text: str) -> str:
 if __name__ == "__main__":
     PAGE.write_text(reference())
     SCHEMA.write_text(run_schema())
+    KEYWORDS.write_text(keywords())

@@ -32,7 +32,7 @@ from prefillcli.tools.bench.methods import METHODS
 from prefillcli.tools.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.tools.status import Status
 from prefillcli.tools.verify import Verified
-from tests.reference import BLOCKS, PAGE, SCHEMA, reference, run_schema
+from tests.reference import BLOCKS, KEYWORDS, PAGE, SCHEMA, keywords, reference, run_schema
 from tests.unit.prompts.test_prompts import batch_of
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +95,7 @@ def test_the_first_options_are_shown_by_the_step_of_a_job() -> None:
 def test_the_reference_is_made_of_the_options_and_reports() -> None:
     assert PAGE.read_text() == reference(), "make reference"
     assert SCHEMA.read_text() == run_schema(), "make reference"
+    assert KEYWORDS.read_text() == keywords(), "make reference"
     assert BLOCKS.keys() <= RunReport.model_fields.keys()
 
 

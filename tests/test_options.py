@@ -24,7 +24,8 @@ from prefillcli.command_line import load_options
 from prefillcli.errors import UsageError
 from prefillcli.options import asking, followup, groups, judging, reading, requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
-from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, rare_options, scorer_settings
+from prefillcli.options.keywords import FileOptions, ScorerOptions
+from prefillcli.options.load import load_settings, rare_options, scorer_settings
 from prefillcli.options.option import COMPRESSION, RUN, Options, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.labels import parse_labels

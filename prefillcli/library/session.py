@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings
+from prefillcli.options.keywords import FileOptions, ScoreOptions, ScorerOptions, StrPath
+from prefillcli.options.load import lists_options, scorer_settings
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.records import SKIPPED_CODES

@@ -11,13 +11,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import ValidationError
 
 from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
+from prefillcli.options.keywords import FileOptions, ScorerOptions, StrPath
 from prefillcli.options.option import Settings, as_typed, details_of, unescaped
 from prefillcli.prompts.questions import Question
 from prefillcli.rows.filesystems import read_given, utf8_text
@@ -217,109 +218,7 @@ def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, st
                 )
 
 
-StrPath = str | PathLike[str]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-
-
-class ScorerOptions(TypedDict, total=False):
-    """The options of `prefill score` that determine how a row is scored. docs/score.md explains each."""
-
-    template: StrPath | None
-    prompt_column: str
-    pair_column: str | None
-    chat: bool | None
-    system: str | None
-    thinking: Literal["auto", "off", "on"]
-    chat_option: Mapping[str, Any]
-    answer_prefix: str | None
-    max_length: int | None
-    on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
-    empty_text: Literal["skip", "error"]
-    literal: bool
-    max_row_bytes: str | int | None
-    labels: str | Sequence[str]
-    label_norm: Literal["none", "tokens", "bytes"]
-    label_end: str | None
-    label_values: str | Sequence[float]
-    choices_column: str | None
-    ask: str | None
-    options: str | Sequence[str]
-    levels: str | Sequence[str]
-    orders: int
-    questions: StrPath | Sequence[Question | Mapping[str, Any]] | None
-    target_column: str | None
-    token_logprobs: bool
-    stride: int | None
-    temperature: float
-    calibration: StrPath | None
-    calibrate_with: str | Sequence[str]
-    calibrate_columns: str | Sequence[str]
-
-    revision: str | None
-    trust_remote_code: bool
-    head: Literal["auto", "vocabulary", "probability", "value"]
-    device: str
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    threads: int | Literal["auto"]
-    adapter: StrPath | Sequence[str] | Mapping[str, StrPath]
-    adapter_column: str | None
-    engine: str
-    engine_options: Mapping[str, Any]
-
-    memory: str | int | None
-    pack_tokens: int | None
-    chunk_tokens: int | None
-    prefix_kv: Literal["auto", "discard", "keep", "offload"]
-    weights: Literal["auto", "resident", "stream"]
-    weights_memory: str | int | None
-    hidden: Literal["auto", "device", "host"]
-    compile: bool
-    deterministic: bool
-
-    draft: StrPath | None
-    draft_tokenizer: Literal["same", "translate"]
-    self_layer: int | None
-    keep: float
-    paper: bool
-    lookahead: int
-    query_window: int
-    query_reduce: Literal["rank", "mean", "max"]
-    pool: int
-    select_chunk: int
-    compress_above: int | Literal["auto"]
-    keep_first: int
-    keep_last: int
-    keep_private: bool
-    compress_per_row: bool
-
-    served_model_name: str | Sequence[str]
-
-    rationale: int
-    rationale_when: str | None
-    rationale_template: str
-    rationale_temperature: float
-    rationale_seed: int
-    evidence: bool
-    speculation: Literal["off", "lookup", "retrieval", "draft", "hierarchy"]
-    speculation_tokens: int
-    retrieval_budget: int
-    retrieval_chunk: int
-
-
-class FileOptions(TypedDict, total=False):
-    """The options of `prefill score` that choose the rows and columns of files."""
-
-    id_column: str | None
-    keep_columns: str | Sequence[str]
-    limit: int | None
-    sample: int | None
-    seed: int
-    csv_separator: str
-    csv_quoting: Literal["auto", "quotes", "none"]
-
-
-class ScoreOptions(ScorerOptions, FileOptions, total=False):
-    """The options of `prefillcli.score`."""
 
 
 def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:

@@ -8,62 +8,17 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
 import prefillcli
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath
-from prefillcli.prompts.questions import Question
+from prefillcli.options.keywords import FileOptions, ScorerOptions
 
 ROOT = Path(__file__).parents[2]
 OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
-# Types that are wider, or narrower, than what the command line's texts become
-OWN_TYPES: dict[str, Any] = {
-    "template": StrPath | None,
-    "questions": StrPath | Sequence[Question | Mapping[str, Any]] | None,
-    "options": str | Sequence[str],
-    "levels": str | Sequence[str],
-    "draft": StrPath | None,
-    "adapter": StrPath | Sequence[str] | Mapping[str, StrPath],
-    "calibration": StrPath | None,
-    "calibrate_with": str | Sequence[str],
-    "calibrate_columns": str | Sequence[str],
-    "labels": str | Sequence[str],
-    "label_values": str | Sequence[float],
-    "keep_columns": str | Sequence[str],
-    "served_model_name": str | Sequence[str],
-    "engine_options": Mapping[str, Any],
-    "chat_option": Mapping[str, Any],
-    "keep": float,
-    "memory": str | int | None,
-    "weights_memory": str | int | None,
-    "max_row_bytes": str | int | None,
-}
-
-
-def plain(annotation: Any) -> Any:
-    """A type without what validates it."""
-    if get_origin(annotation) is Annotated:
-        return plain(get_args(annotation)[0])
-    if get_origin(annotation) is Literal or not get_args(annotation):
-        return annotation
-    if get_origin(annotation) not in (Union, UnionType):
-        return annotation
-    first, *others = map(plain, get_args(annotation))
-    for each in others:
-        first = first | each
-    return first
-
-
-@pytest.mark.parametrize("name", [*OF_SCORER, *OF_FILES])
-def test_types_are_those_of_the_settings(name: str) -> None:
-    hint = get_type_hints(ScoreOptions)[name]
-    assert hint == OWN_TYPES.get(name, plain(ScoreSettings.options()[name].annotation))
 
 
 def test_signatures_list_the_options_with_their_defaults() -> None:
@@ -128,7 +83,7 @@ strict = True
 [mypy-prefillcli.*,pyarrow.*]
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-prefillcli,prefillcli.library.session,prefillcli.library.session,prefillcli.options.load,prefillcli.errors]
+[mypy-prefillcli,prefillcli.library.session,prefillcli.options.keywords,prefillcli.errors]
 follow_imports = silent
 """
 
