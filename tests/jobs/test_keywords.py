@@ -83,7 +83,7 @@ strict = True
 [mypy-prefillcli.*,pyarrow.*]
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-prefillcli,prefillcli.library.session,prefillcli.options.keywords,prefillcli.errors]
+[mypy-prefillcli,prefillcli.library.session,prefillcli.options.keywords,prefillcli.options.load,prefillcli.errors]
 follow_imports = silent
 """
 

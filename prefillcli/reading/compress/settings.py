@@ -9,27 +9,30 @@ from typing import Any, Literal
 from prefillcli.options.reading import PAPER, CompressionOptions
 
 Reduce = Literal["rank", "mean", "max"]
+_USUAL = CompressionOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """The settings of compression. docs/compression.md gives the reasons for the defaults."""
+    """The settings of compression, by default those of the options. docs/compression.md gives the reasons."""
 
     # Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily after it.
-    lookahead: int = 8
-    query_window: int = 8  # this many of the prompt's last tokens are queries too
-    query_reduce: Reduce = "rank"  # the way to combine the queries' votes: see `importance`
-    pool: int = 13  # odd number of tokens over which importance is averaged; 1 for none
-    select_chunk: int = 16  # tokens of a chunk, which are kept or dropped together
+    lookahead: int = _USUAL.lookahead
+    query_window: int = _USUAL.query_window  # this many of the prompt's last tokens are queries too
+    query_reduce: Reduce = _USUAL.query_reduce  # the way to combine the queries' votes: see `importance`
+    pool: int = _USUAL.pool  # odd number of tokens over which importance is averaged; 1 for none
+    select_chunk: int = _USUAL.select_chunk  # tokens of a chunk, which are kept or dropped together
     # Prompts of at most this many tokens are read in full; auto: those for which the cost model predicts no gain.
-    compress_above: int | Literal["auto"] = "auto"
-    keep_first: int = 4  # tokens at the start that are always kept: attention sinks
-    keep_last: int = 64  # tokens at the end that are always kept: the question
+    compress_above: int | Literal["auto"] = _USUAL.compress_above
+    keep_first: int = _USUAL.keep_first  # tokens at the start that are always kept: attention sinks
+    keep_last: int = _USUAL.keep_last  # tokens at the end that are always kept: the question
     # Keep all tokens after the prefix that a prompt shares, unless they are more than its keep rate allows.
-    keep_private: bool = True
-    per_row: bool = False  # select for each row separately, as in the paper, not once for a shared prefix
+    keep_private: bool = _USUAL.keep_private
+    per_row: bool = (
+        _USUAL.compress_per_row
+    )  # select for each row separately, as in the paper, not once for a shared prefix
     # The number of layers that read whole prompts, in a model that is its own draft; None: by its depth.
-    self_layer: int | None = None
+    self_layer: int | None = _USUAL.self_layer
 
     @property
     def window(self) -> int:
