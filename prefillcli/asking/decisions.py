@@ -12,7 +12,7 @@ import numpy as np
 
 from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
-from prefillcli.asking.forms import ANSWER, Order, orders_of, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
@@ -181,7 +181,7 @@ class DecisionBuilder(PromptBuilder):
         models: Sequence[str],
         orders: int,
     ) -> None:
-        own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=ANSWER)
+        own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=QUESTION_END)
         super().__init__(tokenizer, own)
         self._further = self.optional
         # What a request is about, by which shards tell rows that begin alike.

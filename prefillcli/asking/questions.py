@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefillcli.asking.forms import ANSWER, Order, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -284,7 +284,7 @@ def _asking(
     if not asked.put:
         return replace(settings, template=text)
     question = replace(asked.question, instructions=INSTRUCTIONS) if templates.instructions else asked.question
-    return replace(settings, template=text, question=text_of(question, order), question_end=ANSWER)
+    return replace(settings, template=text, question=text_of(question, order), question_end=QUESTION_END)
 
 
 # The assumed number of rows for which a condition holds, as it is not known yet. The choice of packs must not depend

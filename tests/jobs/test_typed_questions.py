@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import prefillcli
 from prefillcli import Choice, Predicate, Score, Scorer, UsageError
-from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, orders_of, text_of, with_answers
 from prefillcli.asking.question_file import read_questions
 from prefillcli.prompts import templates
 from prefillcli.prompts.questions import Question
@@ -33,7 +33,7 @@ ANGER = Score("How angry is the customer?", ["calm", "annoyed", "angry", "furiou
 
 def shares(reference: Reference, text: str, question: Question, order: Any = None) -> list[float]:
     """The probability of each option among all, by transformers' eager forward over the whole prompt."""
-    prompt = text + text_of(question, order) + ANSWER
+    prompt = text + text_of(question, order) + QUESTION_END
     logprobs = []
     for label in with_answers(question, order).answers:
         said = [f" {label.said or label.name}"] if label.variants is None else label.variants
@@ -217,7 +217,7 @@ def test_a_long_document_is_cut_and_its_question_is_not(model: Path, on_long: st
     assert row["prompt_tokens"] <= 64
     evaluation = read_report()["evaluations"]["answer"]
     shown = [*evaluation["surest_wrong"], *evaluation["near_threshold"]]
-    assert shown[0]["text"].endswith(text_of(Predicate("Is it a fox?")) + ANSWER)
+    assert shown[0]["text"].endswith(text_of(Predicate("Is it a fox?")) + QUESTION_END)
 
 
 RENDERED = [
