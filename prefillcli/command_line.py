@@ -30,6 +30,7 @@ from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no
 AnyOptions = TypeVar("AnyOptions", bound=Settings)
 MOST_OPTIONS = 20  # on a help page
 MOST_ON_TERMINAL = 2000  # characters of the last line on stdout
+TEXT = r" \n is a line break, \t a tab."  # in the help of options with text of prompts
 SET, HELP_ALL = "set", "help_all"  # parameters of commands that are no fields of their settings
 
 
@@ -111,7 +112,7 @@ def option_help(settings: type[Settings], name: str) -> str:
     field = settings.options()[name]
     help = field.description or ""
     if details_of(settings, name).text:
-        help += r" \n is a line break, \t a tab."
+        help += TEXT
     if "(default" not in help and field.default not in (None, False, "", (), {}):
         default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
         help += f" (default: {default})"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from prefillcli.command_line import option_help
+from prefillcli.command_line import TEXT, option_help
 from prefillcli.followup.rationale import RationaleUse
 from prefillcli.judging.adapters import AdapterUse
 from prefillcli.judging.calibration import CalibrationUse
@@ -23,6 +23,7 @@ from prefillcli.judging.likelihood import LikelihoodUse
 from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
 from prefillcli.judging.review import ReviewUse
 from prefillcli.options.commands import COMMANDS, ScoreSettings
+from prefillcli.options.groups import QUOTED
 from prefillcli.options.option import PANELS, as_typed, details_of
 from prefillcli.reading.compress.compressor import KeepChoice
 from prefillcli.reading.earlier import SinceUse
@@ -79,7 +80,12 @@ HEAD = """# All options
 Made from the options themselves (`make reference`). A command has an option where its name stands in the last column.
 The name of an option is also its key in a recipe, with underscores, and its variable in the environment, in capitals
 with the prefix `PREFILL_`. Rare options have no flag: `--set NAME=VALUE` gives them.
+
+- *jobs*: `score`, `profile`, `bench` and `inspect`.
+- †: text of prompts, in which `\\n` is a line break and `\\t` a tab.
+- A list of names is comma-separated; quote a name that has a comma: `'a,"b, c"'`.
 """
+JOBS = ["score", "profile", "bench", "inspect"]
 
 
 def reference() -> str:
@@ -96,7 +102,10 @@ def reference() -> str:
             words = [as_typed(kind, name), negative, details.short]
             shown = ", ".join(f"`{word}`" for word in words if word)
             meanings = panels[details.panel].setdefault(shown, {})
-            meanings.setdefault(option_help(kind, name), []).append(command)
+            meaning = option_help(kind, name).replace(f" {QUOTED}", "")
+            if TEXT in meaning:
+                meaning = meaning.replace(TEXT, "") + " †"
+            meanings.setdefault(meaning, []).append(command)
     lines = [HEAD]
     for panel, options in panels.items():
         meaning = f"meaning, explained in [{PAGES[panel]}]({PAGES[panel]})"
@@ -111,6 +120,8 @@ def _row(shown: str, meanings: dict[str, list[str]]) -> str:
     (first, names), *others = meanings.items()
     told = [_cell(first), *(f"**{', '.join(named)}**: {_cell(text)}" for text, named in others)]
     commands = [*names, *(name for _, named in others for name in named)]
+    if {*JOBS} <= {*commands}:
+        commands = ["*jobs*", *(name for name in commands if name not in JOBS)]
     return f"| {shown} | {' '.join(told)} | {', '.join(commands)} |"
 
 
