@@ -113,7 +113,7 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
 	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[lm-eval]" "pytest>=8"
+		--editable ".[lm-eval]" "pytest>=8" "jsonschema-rs>=0.33"
 	touch $@
 
 # Peers of `make bench-peers`, each with packages of its own. llama.cpp is compiled for this processor: minutes
@@ -150,7 +150,7 @@ setup-ray: $(RAY_VENV)/.ready
 $(RAY_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8"
+	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8" "jsonschema-rs>=0.33"
 	touch $@
 
 # The wheel and the source distribution, in dist/
