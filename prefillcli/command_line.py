@@ -166,7 +166,7 @@ class GroupedCommand(TyperCommand):
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx)
             if record is not None and each.name not in left_out:
-                names, help = record
+                names, help = record[0].partition(" <")[0], record[1]  # without the type that typer adds to arguments
                 kind = "Arguments" if isinstance(each, TyperArgument) else RUN
                 panel = getattr(each, "rich_help_panel", None) or kind
                 rows = groups[titles.get(panel, panel)]

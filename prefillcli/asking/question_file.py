@@ -316,7 +316,7 @@ def _as_option(given: dict[str, Any], key: str, where: str) -> dict[str, Any]:
         return {}
     if type(value) is int:
         return {key: str(value)}
-    raise UsageError(f"{where}: {as_yaml(value)} is no text: put it in quotes")
+    raise UsageError(f"{where}: {as_yaml(value)} is not text: put it in quotes")
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:

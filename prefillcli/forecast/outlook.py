@@ -80,7 +80,7 @@ def outlook_of(
 
 
 def _is_counted(small: Small) -> bool:
-    # Whether operations show its cost: those of encoders are not counted, and in smaller numbers they are faster.
+    # Whether operations show its cost: those of encoders are not counted, and in low precision they are faster.
     return not small.files.encoder and small.narrow is None
 
 

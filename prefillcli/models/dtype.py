@@ -104,7 +104,7 @@ def held_bytes(files: ModelFiles, device: torch.device, *, streams: bool = False
 
 
 def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError if products in smaller numbers take longer on the device than those in `dtype`."""
+    """Raise UsageError if products in low precision take longer on the device than those in `dtype`."""
     slower = times_as_long(kind, _name(dtype), device)
     if slower <= 1:
         return

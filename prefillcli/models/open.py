@@ -64,7 +64,7 @@ class Variants(Protocol):
 class Small:
     """The files of a small model beside the model, and its tokenizer where that differs from the model's.
 
-    With `narrow` it is the model itself, in smaller numbers.
+    With `narrow` it is the model itself, in low precision.
     """
 
     files: ModelFiles
@@ -77,7 +77,7 @@ class Opened:
     """The files of a model and the small ones beside it, checked; no weights. `max_length` is the longest prompt in
     tokens.
 
-    The small ones are a draft, or the first model of a cascade and the model in smaller numbers. `threads` are those
+    The small ones are a draft, or the first model of a cascade and the model in low precision. `threads` are those
     of this process, if it computes itself.
     """
 

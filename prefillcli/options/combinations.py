@@ -141,7 +141,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--format",
         ("--since", "--retry-errors"),
-        "its output does not have the columns of a score",
+        "its output has no columns of a score",
         "score all rows again",
     ),
     *_refused(
@@ -151,11 +151,11 @@ REFUSED: tuple[Refused, ...] = (
     ),
     # The questions.
     *_refused("--choices-column", "--labels", "each row has its own answers"),
-    *_refused("--choices-column", "--label-values", "these are the numbers of labels, and rows have none in common"),
+    *_refused("--choices-column", "--label-values", "these are numbers of labels, and rows have none in common"),
     *_refused(
         "--choices-column",
         _EXITS,
-        "exits learn what decides between labels, and rows have none in common",
+        "exits learn to decide between labels, and rows have none in common",
     ),
     *_refused(
         "--choices-column",
@@ -251,18 +251,18 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--deterministic",
         ("--draft", "--keep"),
-        "the kept tokens of a prompt may differ with other neighbours",
+        "which tokens are kept may depend on the rows beside them",
     ),
     *_refused(
         "--deterministic",
         _EXITS,
-        "what is learnt about exits, and so where a row leaves, depends on the other rows",
+        "exits are learnt from the other rows",
     ),
     *_refused("--deterministic", "--compile", "compiled layers have different kernels for each size of chunk"),
     *_refused(
         "--deterministic",
         "--rationale",
-        "texts are written for several rows at a time, and a near tie may fall differently with other rows",
+        "the text written for a row is not bitwise reproducible across row positions",
         "leave one of them out; --evidence is covered",
     ),
     # Further questions.

@@ -338,12 +338,12 @@ class ExitOptions(Options):
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The readers of rows before the model, in this order: a first model, and the model in smaller numbers."""
+        """The readers of rows before the model, in this order: a first model, and the model in low precision."""
         return tuple(name for name in (self.first, self.narrow) if name)
 
     @property
     def narrow(self) -> Literal["int8", "fp8"] | None:
-        """The smaller numbers in which the model reads rows first."""
+        """The low precision in which the model reads rows first."""
         return self.compute
 
     @property

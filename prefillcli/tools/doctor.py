@@ -56,7 +56,7 @@ class Diagnosis(Ended):
     # `budget_bytes` for activations and K,V before weights are there, and `why`.
     memory: dict[str, Any] = field(default_factory=dict)
     dtype: dict[str, str] = field(default_factory=dict)  # `advice`, and `why`
-    # For each kind of smaller numbers that the device multiplies: `by` which way, and the `error` of a product.
+    # For each low precision in which the device multiplies: `by` which way, and the `error` of a product.
     compute: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The paths that agree, by dtype, in the order in which they are tried.
     attention: dict[str, list[str]] = field(default_factory=dict)

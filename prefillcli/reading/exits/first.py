@@ -1,5 +1,5 @@
 """The first model of a cascade: it reads rows, and decides those whose answer by the large one it predicts. The model
-itself in smaller numbers may do so next.
+itself in low precision may do so next.
 
 The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
 and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
