@@ -24,7 +24,7 @@ from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
 from prefillcli.judging.review import ReviewUse
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import QUOTED
-from prefillcli.options.option import PANELS, as_typed, details_of
+from prefillcli.options.option import PANELS, STEPS, as_typed, details_of
 from prefillcli.reading.compress.compressor import KeepChoice
 from prefillcli.reading.earlier import SinceUse
 from prefillcli.reading.exits.report import ExitUse
@@ -90,8 +90,10 @@ JOBS = ["score", "profile", "bench", "inspect"]
 
 def reference() -> str:
     """The page."""
-    # By panel and option, the commands of each meaning.
-    panels: dict[str, dict[str, dict[str, list[str]]]] = {panel: {} for panel in PANELS}
+    # By panel and option, the commands of each meaning. What other commands do comes behind `prefill score`.
+    panels: dict[str, dict[str, dict[str, list[str]]]] = {
+        panel: {} for panel in sorted(PANELS, key=STEPS["What to do"].__contains__)
+    }
     for command, kind in COMMANDS.items():
         for name in kind.of_level("first", "more", "rare"):
             details = details_of(kind, name)
