@@ -17,6 +17,7 @@ ENDS = {".md", ".sh", ".yaml", ".toml", ".cpp"}
 TEXTS = [path for folder in (*FOLDERS, "docs") for path in sorted((ROOT / folder).rglob("*")) if path.suffix in ENDS]
 TEXTS += [*ROOT.glob("*.md"), *ROOT.glob("samples/*.md"), ROOT / "Makefile"]
 UPSTREAM = {
+    "LLAMA_VOCAB_PRE_TYPE_SMOLLM": "llama.cpp",
     "_encode_pair": "lm-evaluation-harness",
     "block_info": "flash-attention",
     "column": "pyarrow's RowGroupMetaData",
