@@ -54,7 +54,7 @@ def score_reviews(folder: Path, model: Path, way: str) -> dict[str, Any]:
     command += ["--no-chat", "--dtype", "float32", "--labels", ",".join(WAYS[way][1].values()), "--truth", "right"]
     command += ["--wanted-precision", "0.9", "--output", str(folder / f"{way}.scores.parquet"), "--overwrite"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)  # noqa: S603 - our own command line
-    found: dict[str, Any] = json.loads(Path(json.loads(done.stdout)["report"]).read_text())["evaluation"]
+    found: dict[str, Any] = json.loads(Path(json.loads(done.stdout)["report"]).read_text())["evaluations"]["answer"]
     return found
 
 

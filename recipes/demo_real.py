@@ -40,7 +40,7 @@ def main() -> int:
     if run.returncode:
         return run.returncode
     summary = json.loads(run.stdout.splitlines()[-1])
-    worth = json.loads(Path(summary["report"]).read_text())["evaluation"]
+    worth = json.loads(Path(summary["report"]).read_text())["evaluations"]["answer"]
     table = pq.read_table(scores)
     score, positive = table["score"].to_numpy(), np.asarray(table["truth"]) == prompt.labels[0]
     console.print(_first_rows(rows, score, positive))

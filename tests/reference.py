@@ -20,7 +20,7 @@ from prefillcli.judging.estimate import EstimateUse
 from prefillcli.judging.evaluation import RunEvaluation
 from prefillcli.judging.gates import DriftUse, Gate
 from prefillcli.judging.likelihood import LikelihoodUse
-from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
+from prefillcli.judging.questions import Correlations, OrderUse
 from prefillcli.judging.review import ReviewUse
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import QUOTED
@@ -37,13 +37,10 @@ KEYWORDS = ROOT / "prefillcli" / "options" / "keywords.py"
 #: What the judges of a job put into `run.json`.
 BLOCKS: dict[str, Any] = {
     "adapters": list[AdapterUse],
-    "audits": list[AuditUse] | None,
-    "calibration": CalibrationUse | None,
-    "calibrations": list[CalibrationUse],
+    "calibrations": dict[str, CalibrationUse],
     "correlations": Correlations | None,
     "drift": DriftUse | None,
     "estimate": EstimateUse | None,
-    "evaluation": RunEvaluation | None,
     "evaluations": dict[str, RunEvaluation],
     "exits": ExitUse | None,
     "gates": list[Gate],

@@ -101,7 +101,7 @@ def test_a_recipe_runs_from_the_root_and_finds_the_answers(
     report = json.loads((tmp_path / "scores.run.json").read_text())
     assert report["settings"]["output"] == str(output)
     if name == "credit_verification":
-        assert report["audit"]["rows"] == 20
+        assert report["audits"]["answer"]["rows"] == 20
         assert report["tokens"]["kept"] < 0.3 * report["tokens"]["prompt"]
     if name == "rationale":
         uncertain = [row for row in scores if 0.1 < row["score"] < 0.9]

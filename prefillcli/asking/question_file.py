@@ -24,6 +24,7 @@ from prefillcli.prompts.labels import parse_labels, require_values
 from prefillcli.prompts.questions import Choice, Question, Score, typed
 from prefillcli.prompts.templates import is_rendered, names_template
 from prefillcli.rows.filesystems import read_given, utf8_text
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, ResultRows
 from prefillcli.rows.output.schema import OutputSchema
 
@@ -130,16 +131,16 @@ class QuestionFile:
         return found | {part: number for part, (number, _) in others if number in found}
 
     @property
-    def schemas(self) -> tuple[OutputSchema, ...]:
+    def answers(self) -> tuple[AnswerColumns, ...]:
         """The columns of the answers to each question. The other prompts come after those of all questions."""
-        return schemas(self.questions)
+        return answers_to(self.questions)
 
 
-def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
+def answers_to(questions: Sequence[AskedQuestion]) -> tuple[AnswerColumns, ...]:
     """Return the columns of the answers to each of these questions."""
     others = itertools.count(len(questions))
     return tuple(
-        OutputSchema(
+        AnswerColumns(
             labels=each.question.names,
             name=each.name,
             when=each.when,
@@ -322,8 +323,8 @@ def _as_option(given: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
     # A condition on the answers to the questions before.
     condition = RowCondition(text, where)
-    output = OutputSchema(labels=("",), questions=schemas(before))
-    known = output.conditional if before else []
+    output = OutputSchema(questions=answers_to(before))
+    known = output.conditional
     asked = {each.name for each in before}
     names = [field.name for field in known if field.name.partition(".")[0] in asked]
     for column in sorted(condition.columns):

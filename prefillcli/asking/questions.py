@@ -29,7 +29,7 @@ from prefillcli.prompts.settings import DOCUMENT_COLUMNS, PromptSettings
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.output.answers import AnswerColumns, described
-from prefillcli.rows.output.columns import Group, ResultRows
+from prefillcli.rows.output.columns import ResultRows
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import ANSWERS
 from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
@@ -107,14 +107,8 @@ class QuestionAsking(Asking):
             )
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
 
-    def schemas(self, groups: frozenset[Group], calibrated: Collection[str]) -> tuple[OutputSchema, ...]:
-        """Return the columns of the answers to each question: see `Inputs.question_schemas`."""
-        shared = groups & {"audit", "evidence", "exits", "rationales"}
-        own = groups & {"calibrated"}
-        return tuple(
-            replace(each, groups=each.groups | shared | (own if each.name in calibrated else set()))
-            for each in self.file.schemas
-        )
+    def answers(self, labels: Labels) -> tuple[AnswerColumns, ...]:
+        return self.file.answers
 
     def builder(
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
@@ -132,7 +126,7 @@ class QuestionAsking(Asking):
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")
         heat = self.settings.answers.temperature
-        answers = [AnswerColumns(own.name, own.type, own.labels, own.values, heat) for own in self.file.schemas]
+        answers = [replace(own, temperature=heat) for own in self.file.answers]
         return {"questions": self.file.digest, ANSWERS: described(answers)}
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.labels import ClassLabels, Labels
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import Group, added
 
 if TYPE_CHECKING:
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
     from prefillcli.prompts.builder import PromptBuilder
-    from prefillcli.prompts.labels import Labels
     from prefillcli.prompts.settings import PromptSettings
     from prefillcli.prompts.templates import RowTemplate
     from prefillcli.rows.output.batches import Responses
@@ -51,6 +52,17 @@ class Asking(ABC):
     @abstractmethod
     def labels(self, opened: Opened) -> Labels:
         """Return the answers after each prompt. Raise UsageError where the model cannot give them."""
+
+    def answers(self, labels: Labels) -> tuple[AnswerColumns, ...]:
+        """Return the columns of the answers to each question; the only one needs no name."""
+        return (
+            AnswerColumns(
+                labels=labels.names,
+                values=labels.question.values,
+                measure=labels.measure,
+                classes=isinstance(labels, ClassLabels),
+            ),
+        )
 
     @abstractmethod
     def builder(

@@ -61,7 +61,7 @@ class RowSelection:
         """
         done = ResultRows.of(window, scored, {}, self.schema, self.temperature, self.probabilities)
         best: dict[int, dict[int, int]] = {}
-        for part, own in enumerate(done.questions or [done]):
+        for part, own in enumerate(done.questions):
             for each, scores in zip(own.scored, own.scores, strict=True):
                 best.setdefault(each.row, {})[part] = int(scores.argmax())
         if self.condition is None:

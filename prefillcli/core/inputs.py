@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder
-from prefillcli.prompts.labels import ClassLabels, Labels
+from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.settings import PromptSettings, RowColumns
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.prompts.thinking import ChatChoices
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import Group, Probabilities
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import Prompt, Window
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 
 ALL_COLUMNS = "*"  # of the input, among those that go to the output
-QuestionSchemas = Callable[[frozenset[Group], Collection[str]], tuple[OutputSchema, ...]]
 
 
 class Inputs:
@@ -50,14 +51,11 @@ class Inputs:
         self.common: Sequence[Prompt] = ()
         """Prompts besides those of the rows, on which the results of all rows depend."""
         self.probabilities: Mapping[str, Probabilities] = {}
-        """Make the calibrated probabilities of the rows, by question; without several, its name is empty."""
+        """Make the calibrated probabilities of the rows, by the name of the question."""
         self.calibrated: Collection[str] = ()
-        """Of several questions, those that have calibrated probabilities."""
+        """The names of the questions that have calibrated probabilities."""
         self.floors: Mapping[str, tuple[float | None, ...]] = {}
         """The floors of the labels of each question, below which answers are reviewed."""
-        self.question_schemas: QuestionSchemas = lambda groups, calibrated: ()
-        """The columns of the answers to each of several questions, for an output with these groups of columns, in
-        which these questions are calibrated."""
         self.template: RowTemplate | None = None
         """The compiled template of the settings, until a builder takes it."""
         self._carried = [name for name in carried if name is not None]
@@ -172,17 +170,25 @@ class Inputs:
 
     def schema(self) -> OutputSchema:
         """Return the columns of the output."""
-        truths = self.settings.truth_columns
+        responses = self.asking.responses(self)
+        truths, temperature = self.settings.truth_columns, self.settings.answers.temperature
+
+        def used(own: AnswerColumns) -> AnswerColumns:
+            left = frozenset[Group]() if own.name in self.calibrated else frozenset[Group](["calibrated"])
+            return replace(
+                own,
+                groups=own.groups | self.groups - left,
+                temperature=temperature,
+                truth=truths.get(own.name),
+                floors=self.floors.get(own.key, ()),
+                token_text=None if responses is None else responses.text_of,
+            )
+
         return OutputSchema(
-            labels=self.labels.names,
+            questions=tuple(map(used, self.asking.answers(self.labels))),
             id_name=self.settings.ids.id_column,
             carried=self.source.carried_schema,
             json_carried=self.source.kind == "jsonl",
-            truth=truths.get(""),
             groups=self.groups,
-            measure=self.labels.measure,
-            classes=isinstance(self.labels, ClassLabels),
-            values=self.labels.question.values,
-            responses=self.asking.responses(self),
-            questions=self.question_schemas(self.groups, self.calibrated),
-        ).with_floors(self.floors)
+            responses=responses,
+        )

@@ -97,7 +97,7 @@ class Rationales(Further):
         self._id_column: str | None = inputs.settings.ids.id_column
 
     def continuations(self, window: Window, questions: Mapping[int, Request]) -> ChosenByScores | None:
-        if self._choice.schema.questions:  # which are asked is known when all prompts of a row are answered
+        if self._choice.schema.questions[0].name:  # which are asked is known when all prompts of a row are answered
             return None
         candidates = {number: self._writable(window, question) for number, question in questions.items()}
         part = window.only((question.prompt for question in questions.values()), self._choice.columns)
@@ -440,7 +440,7 @@ class RationaleFollowUp(FollowUp, Judge):
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
 
     def ended(self, run: Run) -> None:
-        if self.settings.evaluation.show_text and not run.inputs.schema().questions:
+        if self.settings.evaluation.show_text and not run.inputs.schema().questions[0].name:
             self._shown = written_rows(run.sink.location, run.inputs.groups, self.settings.ids.id_column)
 
     def reported(self, run: Run, counts: Counts | None) -> None:

@@ -23,6 +23,7 @@ from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
+from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.records import Prompt, RowBatch
@@ -146,22 +147,21 @@ class FittedOn(_Frozen):
 
 
 class CalibrationUse(_Frozen):
-    """The calibration that a run's probabilities come from."""
+    """The calibration that the probabilities of a question come from."""
 
     method: str
-    question: str = ""  # the question that it is for, if there are several
     rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
     # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
 
-    def sentence(self) -> str:
-        """Its description in one line."""
+    def sentence(self, question: str) -> str:
+        """Its description in one line, with the name of its question if it has one."""
+        text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
+        text += f", of the question {question}" if question else ""
         if self.content_free is None:
-            text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
-            return f"{text}, of the question {self.question}" if self.question else text
+            return text
         shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
-        of = f", of the question {self.question}" if self.question else ""
-        return f"{self.method}{of}; without content: {shares}"
+        return f"{text}; without content: {shares}"
 
 
 class Calibration(_Frozen):
@@ -199,7 +199,7 @@ class Calibration(_Frozen):
         if isinstance(scaling, ContentFreeScaling):
             free = dict(zip(self.labels, np.exp(scaling.content_free).tolist(), strict=True))
         rows = fitted and fitted.rows
-        return CalibrationUse(method=scaling.method, question=self.question, rows=rows, content_free=free)
+        return CalibrationUse(method=scaling.method, rows=rows, content_free=free)
 
     def digest(self) -> str:
         """Return the digest of everything that changes the probabilities."""
@@ -519,7 +519,7 @@ def contextual_calibrations(inputs: Inputs, engine: PlanEngine, tick: Tick) -> l
         content_free_calibration(
             own.labels, mean_log_shares([np.stack(parts[part]) for part in (number, *own.others)]), own.name
         )
-        for number, own in enumerate(schema.questions or (schema,))
+        for number, own in enumerate(schema.questions)
     ]
 
 
@@ -567,8 +567,7 @@ class Calibrating(Judge):
 
     def open(self, inputs: Inputs) -> None:
         """Read the file, for labels that are known. Raises UsageError."""
-        schema = inputs.schema()
-        asked = {own.name: own for own in schema.questions or (schema,)}
+        asked = {own.name: own for own in inputs.schema().questions}
         inputs.calibrated = tuple(asked)
         if self.settings.probabilities.calibration is not None:
             labels = {name: own.labels for name, own in asked.items()}
@@ -609,14 +608,10 @@ class Calibrating(Judge):
         inputs.probabilities = {each.question: each.probabilities for each in calibrations}
 
     def reported(self, run: Run, counts: Counts | None) -> None:
-        uses = [each.use() for each in self.calibrations]
-        if self.settings.probabilities.calibrate_with and any(each.question for each in uses):
-            run.report.calibrations = uses
-        else:
-            run.report.calibration = next(iter(uses), None)
+        run.report.calibrations = {each.question or ANSWER: each.use() for each in self.calibrations}
 
 
 def section(report: RunReport) -> Section | None:
     """Return the section on the probabilities of a run; None where there are none."""
-    uses = report.calibrations or [each for each in (report.calibration,) if each is not None]
-    return Section(lines=[("probability", each.sentence()) for each in uses]) if uses else None
+    lines = [("probability", use.sentence(report.told_apart(name))) for name, use in report.calibrations.items()]
+    return Section(lines=lines) if lines else None

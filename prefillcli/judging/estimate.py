@@ -272,7 +272,7 @@ def stored(run: Run) -> EstimateUse | None:
 
 def _asked(run: Run) -> Sequence[Labels]:
     # The labels of each question; further prompts of a row ask the same ones in other orders.
-    return run.inputs.labels.asked[: len(run.inputs.schema().questions) or 1]
+    return run.inputs.labels.asked[: len(run.inputs.schema().questions)]
 
 
 def estimate(run: Run, exits: Exits | None) -> None:
@@ -311,17 +311,14 @@ def estimate(run: Run, exits: Exits | None) -> None:
 
 def estimate_audited(run: Run) -> None:
     """Make the estimate of a job with exits, from its finished output."""
-    schema = run.inputs.schema()
-    if schema.measure is not Measure.SHARES or len(schema.labels) < 2:
-        return
     names = ("prediction", "exit_layer", "audit_prediction")
-    asked = [each for each in schema.asked if each.when is None]
-    columns = [f"{_prefix(each.name)}{name}" for each in asked for name in names]
+    asked = [each for each in run.inputs.schema().questions if each.when is None and each.has_shares]
+    columns = [f"{each.prefix}{name}" for each in asked for name in names]
     table = pa.concat_tables(run.sink.tables([*columns, "error"]))
     table = table.filter(pc.is_null(table["error"]))
     rows, shares, most = len(table), list[LabelShare](), np.zeros(3, np.int64)
     for each in asked:
-        said, layers, full = (table[f"{_prefix(each.name)}{name}"] for name in names)
+        said, layers, full = (table[f"{each.prefix}{name}"] for name in names)
         left, audited = np.asarray(pc.is_valid(layers)), np.asarray(pc.is_valid(full))
         both = left & audited
         if not both.any():

@@ -39,8 +39,9 @@ from prefillcli.report.section import (
 )
 from prefillcli.rows.input.selection import BATCH_ROWS
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output import ANSWER
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
-from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.values import id_texts, json_texts, to_python
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array
@@ -156,26 +157,31 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: JobSettings, labels: Labels, schema: OutputSchema, truth: str) -> EvaluationPlan:
-        """Return the plan for answers in columns of this schema. Raises UsageError for options that the labels do not
+    def of(cls, settings: JobSettings, labels: Labels, own: AnswerColumns, truth: str) -> EvaluationPlan:
+        """Return the plan for the answers in these columns. Raises UsageError for options that the labels do not
         allow."""
-        values, chosen = schema.measure is Measure.VALUES, schema.measure is Measure.CHOICES
+        values, chosen = own.measure is Measure.VALUES, own.measure is Measure.CHOICES
         if settings.evaluation.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
             what = "each row has its own choices" if chosen else f"there are {len(labels.labels)}"
-            what += f" for question {schema.name}" if schema.name else ""
+            what += f" for question {own.name}" if own.name else ""
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
             truth,
             () if chosen else labels.with_absence,
             settings.answers.temperature,
             settings.evaluation.wanted_precision,
-            "calibrated" in schema.groups,
-            "label_scores" in schema.groups or bool(schema.name),
+            "calibrated" in own.groups,
+            "label_scores" in own.groups or bool(own.name),
             values,
-            schema.values,
+            own.values,
             labels.columns[0] if chosen else None,
-            schema.name,
+            own.name,
         )
+
+    @property
+    def key(self) -> str:
+        """The name of the question in reports."""
+        return self.question or ANSWER
 
     @property
     def option(self) -> str:
@@ -720,8 +726,8 @@ _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.
 _DIAGONAL = "0,100 100,0"
 
 
-def _section_of(found: RunEvaluation, question: str = "") -> Section:
-    """Return the evaluation in terminal, page and summary: of all answers, or of those to one question."""
+def _section_of(found: RunEvaluation, question: str) -> Section:
+    """Return the evaluation of the answers to a question in terminal and page, with its name if it has one."""
     labels = [
         [each.label, f"{each.rows:,}",
          *(percent_or_nothing(of.value) for of in (each.precision, each.recall)),
@@ -748,7 +754,6 @@ def _section_of(found: RunEvaluation, question: str = "") -> Section:
                 text="" if found.near_threshold or found.brier.value is None else "No row is near.",
             ),
         ],
-        summary={} if question else {"evaluation": summary_of(found)},
     )
 
 
@@ -884,8 +889,8 @@ class Evaluating(Judge):
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
     def check(self, inputs: Inputs) -> None:
-        schema, labels = inputs.schema(), inputs.labels.asked
-        answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
+        labels = inputs.labels.asked
+        answers = {own.name: (number, own) for number, own in enumerate(inputs.schema().questions)}
         for name, column in self.settings.truth_columns.items():
             if name not in answers:
                 raise UsageError(
@@ -905,27 +910,18 @@ class Evaluating(Judge):
             for number, plan in self._plans.items():
                 found = evaluate_output(run.sink.location, plan, self.settings.ids.id_column)
                 found = with_texts(found, run.inputs, number) if self.settings.evaluation.show_text else found
-                _report(run.report, plan.question, found)
+                run.report.evaluations[plan.key] = found
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         for content in manifest.plan.get(PLAN) or ():
             if (plan := EvaluationPlan.of_json(content)) is not None:
-                _report(report, plan.question, evaluate_output(output, plan, manifest.job.id_name))
-
-
-def _report(report: RunReport, question: str, found: RunEvaluation) -> None:
-    if question:
-        report.evaluations[question] = found
-    else:
-        report.evaluation = found
+                report.evaluations[plan.key] = evaluate_output(output, plan, manifest.job.id_name)
 
 
 def sections(report: RunReport) -> list[Section]:
     """Return the sections on the evaluation of a run, one for each question."""
-    if report.evaluation is not None:
-        return [_section_of(report.evaluation)]
-    found = [_section_of(own, name) for name, own in report.evaluations.items()]
+    found = [_section_of(own, report.told_apart(name)) for name, own in report.evaluations.items()]
     if found:
         found[0].summary = {"evaluations": {name: summary_of(own) for name, own in report.evaluations.items()}}
     return found

@@ -1,5 +1,5 @@
-"""The report of a run on several questions: those asked in both orders, the audit of each, and the correlation of
-their answers (Spearman's, between their scores)."""
+"""The report of a run on several questions: those asked in both orders, and the correlation of their answers
+(Spearman's, between their scores)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
-from prefillcli.report.run import audit_lines
 from prefillcli.report.section import Part, Section, counted, percent_interval
 from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Target
 from prefillcli.stats.evaluation import correlation
-from prefillcli.stats.flips import Audit, audit_of
 from prefillcli.stats.intervals import Estimate, share_estimate
 
 if TYPE_CHECKING:
@@ -44,30 +42,9 @@ def orders_of(counts: Counts | None) -> list[OrderUse] | None:
     ] or None
 
 
-class AuditUse(BaseModel):
-    """The flips of a question's answers, of rows whose prompts were also read in full."""
-
-    question: str
-    audit: Audit
-
-
-def audits_of(counts: Counts | None) -> list[AuditUse] | None:
-    """Return the audit of each question, of an output with these counts; None: there is none."""
-    found = {} if counts is None else counts.audits
-    return [
-        AuditUse(
-            question=name,
-            audit=audit_of([(score, full, None) for score, full, *_ in rows], [flipped for _, _, flipped, _ in rows]),
-        )
-        for name, rows in found.items()
-    ] or None
-
-
-def _answers_section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
+def _orders_section(orders: list[OrderUse]) -> Section:
     """Return the section on these questions."""
     made = Section(title="Questions")
-    for audited in audits:
-        made.lines += [(f"{name} of {audited.question}", said) for name, said in audit_lines(audited.audit)]
     shares: dict[str, float] = {}
     for each in orders:
         value, interval = each.share.value, each.share.interval
@@ -147,11 +124,11 @@ class QuestionJudge(Judge):
             _correlate(run.report, run.sink.location, self._names)
 
     def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.orders, run.report.audits = orders_of(counts), audits_of(counts)
+        run.report.orders = orders_of(counts)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        report.orders, report.audits = orders_of(manifest.counts), audits_of(manifest.counts)
+        report.orders = orders_of(manifest.counts)
         _correlate(report, output, manifest.plan.get(CORRELATIONS) or ())
 
 
@@ -162,5 +139,5 @@ def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
 
 def sections(report: RunReport) -> list[Section]:
     """Return the sections on several questions; none where there is one."""
-    found = [_answers_section(report.orders or [], report.audits or [])] if report.orders or report.audits else []
+    found = [_orders_section(report.orders)] if report.orders else []
     return found if report.correlations is None else [*found, _correlation_section(report.correlations)]

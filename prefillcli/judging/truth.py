@@ -190,7 +190,7 @@ def find_truth(
         return _of_file(given, Source.open([given.truth_from]), asked, available, job)
     named = _named(given, asked, available)
     for truth in named.values():
-        if truth in (shown_column(own) for own in asked.values()):
+        if truth in (own.column("") for own in asked.values()):
             raise UsageError(
                 f"--truth {truth}: in {given.scores} this column has the answers of the model\n"
                 "name the column with the right ones, or their file with --truth-from"
@@ -201,11 +201,6 @@ def find_truth(
                 "which keeps it, or name the file that has it with --truth-from"
             )
     return FoundTruth({name: RightAnswers(truth, truth) for name, truth in named.items()})
-
-
-def shown_column(own: AnswerColumns) -> str:
-    """Return the column of an output, and of a review file, that has the answer itself."""
-    return own.name or "prediction"
 
 
 def _named(given: LabelledOptions, asked: Mapping[str, AnswerColumns], available: Sequence[str]) -> dict[str, str]:
@@ -246,7 +241,7 @@ def _of_file(
             f"{given.scores}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
         )
     confirmed = reviewed if given.review_blank == "confirmed" else ()
-    shown = {name: shown_column(asked[name]) for name in named if name in confirmed}
+    shown = {name: asked[name].column("") for name in named if name in confirmed}
     by_place = key == ROW_COLUMN and given.id_column is None and not reviewed
     answers = _read(source, "" if by_place else key, named, shown, f"--truth-from {other}: {key}")
     found, unknown = _by_row(given, key, answers)
@@ -281,7 +276,7 @@ def _named_in(
         return {name: own for name, own in reviewed.items() if given.question in ("", name)}
     named = _named(given, asked, columns)
     for name, truth in named.items():
-        if name in reviewed and truth == shown_column(asked[name]):
+        if name in reviewed and truth == asked[name].column(""):
             raise UsageError(
                 f"--truth {truth}: in {other} this column has the answers that were shown, and {reviewed[name]} the "
                 "right ones\nleave --truth out"

@@ -51,8 +51,6 @@ class Opening:
         self.parts = compose(inputs.settings, available, first)
         inputs.asking, inputs.groups = self.parts.asking, self.parts.groups
         inputs.carry(self.parts.carried)
-        if isinstance(inputs.asking, QuestionAsking):
-            inputs.question_schemas = inputs.asking.schemas
         if self.parts.compression is not None:
             inputs.row_columns = COMPRESSION_COLUMNS
 

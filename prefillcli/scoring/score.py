@@ -280,8 +280,8 @@ class ScoreJob:
     def _judge(self, sink: Sink) -> Sequence[str]:
         # Judge the finished output. Returns sentences on how it differs from the expected one.
         run, report = self._run, self._run.report
-        if run.settings.flips.audit:
-            report.take_audit(sink.counts, run.inputs.labels.is_positive)
+        asked = zip(run.inputs.schema().questions, run.inputs.labels.asked, strict=False)
+        report.take_audits(sink.counts, {own.key: labels.is_positive for own, labels in asked})
         if run.settings.files.shard is not None:  # prefill merge judges and evaluates shards
             return ()
         for each in self.parts.judges:

@@ -99,7 +99,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
             "score without --label-norm, or calibrate without right answers: --calibrate-with"
         )
-    asked = own or AnswerColumns("", "", labels)
+    asked = own or AnswerColumns(labels=labels)
     truth = find_truth(settings.labelled, {asked.name or ANSWER: asked}, source.available, job)
     right = truth.answers[asked.name or ANSWER]
     exits = [_EXIT] if _EXIT in source.available else []

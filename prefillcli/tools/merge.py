@@ -81,6 +81,7 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
             counts = _merge(joined, report, clock, stop)
         manifest = joined.merged or joined.manifest
         report.take(counts)
+        report.take_audits(counts)
         with clock.phase("evaluate"), stop.at_once():
             for judge in MERGED:
                 judge.merged(report, settings.files.output, replace(manifest, counts=counts))

@@ -90,7 +90,7 @@ def test_scores_of_csv_are_bit_for_bit_those_of_the_same_rows_as_parquet(name: s
     assert (summary["rows"]["empty"], summary["rows"]["errors"]) == (1, 0)
     assert pq.read_schema("b.parquet").remove_metadata() == pq.read_schema("a.parquet").remove_metadata()
     assert without_seconds("b.parquet") == without_seconds("a.parquet")
-    reports = [json.loads(Path(f"{each}.run.json").read_text())["evaluation"] for each in "ab"]
+    reports = [json.loads(Path(f"{each}.run.json").read_text())["evaluations"]["answer"] for each in "ab"]
     assert reports[0] == reports[1]
     assert reports[0]["rows"] == COUNT - COUNT // 5
 
@@ -139,7 +139,9 @@ def test_choices_are_lists_of_json_and_the_output_has_such_lists(model: Path) ->
     expected = read_output("a.parquet")
     assert [json.loads(row["scores"]) for row in found] == [row["scores"] for row in expected]
     assert [int(row["prediction"]) for row in found] == [row["prediction"] for row in expected]
-    accuracies = [json.loads(Path(f"{each}.run.json").read_text())["evaluation"]["accuracy"] for each in "ab"]
+    accuracies = [
+        json.loads(Path(f"{each}.run.json").read_text())["evaluations"]["answer"]["accuracy"] for each in "ab"
+    ]
     assert accuracies[0] == accuracies[1]
 
 

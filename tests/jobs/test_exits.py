@@ -29,7 +29,7 @@ from prefillcli.reading.exits import learning as exit_learning
 from prefillcli.reading.exits import proof as exit_proof
 from prefillcli.reading.exits.exits import Exits
 from prefillcli.reading.exits.policy import ExitPolicy
-from prefillcli.reading.exits.report import ExitUse, provable_flips, provable_text
+from prefillcli.reading.exits.report import ExitUse, QuestionExits, provable_flips, provable_text
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.tallies import AuditedExits, Counts
 from prefillcli.rows.proof import sealed_text
@@ -144,18 +144,19 @@ def test_most_rows_leave_and_keep_their_answers(exited: Path, in_full: list[dict
 def test_the_report_says_what_left_where(exited: Path) -> None:
     report, rows = read_report(exited / "out.run.json"), read_output(exited / "out.jsonl")
     exits = report["exits"]
+    own = exits["questions"]["answer"]
     left = [row for row in rows if row["exit_layer"] is not None]
     assert report["methods"]["early-exit"] == len(left)
     assert report["tokens"]["skipped"] > 0
     assert exits["status"] == "calibrated"
-    assert exits["calibration_rows"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in exits["classes"])
+    assert exits["calibration_rows"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in own["classes"])
     assert {int(name) for name in exits["by_layer"] if name != "full"} == {row["exit_layer"] for row in left}
-    assert exits["predicted_gain"] > 1
+    assert own["predicted_gain"] > 1
     assert exits["layers_gain"] > 1
     assert exits["measured_gain"] > 0
-    for each in exits["layers"]:
-        own = sum(row["exit_layer"] == each["layer"] for row in left)
-        assert (each["rows"], each["share"]) == (own, pytest.approx(own / (ROWS - exits["learnt_rows"])))
+    for each in own["layers"]:
+        here = sum(row["exit_layer"] == each["layer"] for row in left)
+        assert (each["rows"], each["share"]) == (here, pytest.approx(here / (ROWS - exits["learnt_rows"])))
     tokens = report["tokens"]
     assert tokens["prompt"] == tokens["kept"] == sum(row["prompt_tokens"] for row in rows)
     assert tokens["unique"] <= tokens["computed"] == sum(row["computed_tokens"] for row in rows)
@@ -171,7 +172,7 @@ def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_m
         "label_values": "3,1,-2",
     }
     assert score(write_jsonl("answered.jsonl", answered), "out.jsonl", model=deep_model, **given)["exit_code"] == 0
-    rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluation"]
+    rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluations"]["answer"]
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 10
     assert found["rows"] == ROWS
     assert found["accuracy"]["value"] == pytest.approx(np.mean([row["prediction"] == "n" for row in rows]))
@@ -221,12 +222,12 @@ def test_audited_rows_are_read_to_the_end_and_say_what_they_would_have_left_with
         assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
         assert row["audit_prediction"] == full["prediction"]
     report = read_report()
-    assert report["audit"]["rows"] == len(audited)
+    assert report["audits"]["answer"]["rows"] == len(audited)
     flips = {
         label: sum(row["prediction"] != label for row, full in audited if full["prediction"] == label)
         for label in NAMES
     }
-    assert {each["label"]: each["flips"] for each in report["exits"]["audited"]} == flips
+    assert {each["label"]: each["flips"] for each in report["exits"]["questions"]["answer"]["audited"]} == flips
 
 
 def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, t
     exits = read_report()["exits"]
     assert (exits["status"], exits["calibration_rows"]) == ("reused", 40)
     learnt = json.loads((exited / "out.exit.json").read_text())
-    assert [each["layer"] - 1 for each in exits["layers"]] == [
+    assert [each["layer"] - 1 for each in exits["questions"]["answer"]["layers"]] == [
         each["layer"] for each in learnt["questions"][0]["exits"]
     ]
     assert sum(row["exit_layer"] is not None for row in read_output("out.parquet")) > 30
@@ -349,7 +350,7 @@ def test_a_run_that_only_writes_the_output_reports_its_exits_too(
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     found, whole = read_report()["exits"], read_report(exited / "out.run.json")["exits"]
     assert found["by_layer"] == whole["by_layer"]
-    assert found["classes"] == whole["classes"]
+    assert found["questions"] == whole["questions"]
 
 
 @pytest.mark.parametrize("flags", [{"exit": True}, {"exit": False, "first": "words"}])
@@ -362,6 +363,11 @@ def job_with(sink: SimpleNamespace) -> Any:
     return SimpleNamespace(sink=sink)
 
 
+def use_of(*questions: str, **more: Any) -> ExitUse:
+    own = {name: QuestionExits(status="calibrated") for name in questions}
+    return ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4, questions=own, **more)
+
+
 def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
     """The exits of a job that has learnt these."""
     exits = Exits(ScoreSettings.of({"inputs": ("rows",), "exit": True}))
@@ -371,25 +377,25 @@ def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
 
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
-    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"": audited}))
-    exits = at_work({0: ExitPolicy(())}, ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
+    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"answer": audited}))
+    exits = at_work({0: ExitPolicy(())}, use_of("answer"))
     exits.window_written(job_with(sink), window=4)
     assert not exits.policies
     assert exits.treatment({}, frozenset()) == PLAIN
-    assert sink.plan["exits"]["ended"][""]["stopped_window"] == 5
+    assert sink.plan["exits"]["ended"]["answer"]["stopped_window"] == 5
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flips_of", ["each", "all"])
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
-    use = ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
+    use = use_of("answer", flips_of=flips_of)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
-    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
+    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use.model_copy())
     exits.window_written(job_with(few), window=4)
     assert (not exits.policies) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
-    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
+    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use.model_copy())
     exits.window_written(job_with(many), window=4)
     assert not exits.policies
@@ -404,8 +410,8 @@ def test_the_flips_of_all_rows_are_bounded_together(
     assert "50. Without a flip, that many prove at most 5.82% flips" in capsys.readouterr().err
     rows, exits = read_output("out.jsonl"), read_report()["exits"]
     assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("calibrated", "all", 50)
-    assert [(each["label"], each["judged"]) for each in exits["classes"]] == [("all rows", 50)]
-    assert set(exits["layers"][0]["thresholds"]) == set(NAMES)
+    assert [(each["label"], each["judged"]) for each in exits["questions"]["answer"]["classes"]] == [("all rows", 50)]
+    assert set(exits["questions"]["answer"]["layers"][0]["thresholds"]) == set(NAMES)
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 4
     flips = sum(row["prediction"] != full["prediction"] for row, full in zip(rows, in_full, strict=True))
     assert flips <= FLIPS * ROWS
@@ -452,7 +458,7 @@ def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: 
     assert merge_job(load_settings(MergeSettings, {"output": "out.jsonl"}, environment={}))["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output("whole.jsonl"))
     merged, whole = read_report()["exits"], read_report("whole.run.json")["exits"]
-    for name in ("status", "max_flips", "classes", "layers", "by_layer"):
+    for name in ("status", "max_flips", "questions", "by_layer"):
         assert merged[name] == whole[name]
     assert score(data, "whole.jsonl", model=deep_model, resume=True, **flags)["status"] == "complete"
     assert read_report("whole.run.json")["exits"]["by_layer"] == whole["by_layer"]
@@ -465,7 +471,9 @@ def test_where_layers_do_not_know_the_answer_no_row_leaves(monkeypatch: pytest.M
     flags = {"limit": 500, "exit": True, "max_flips": 0.05, "exit_rows": 250}
     assert score(rows, model=sample_model(), **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    assert min(each["judged"] for each in exits["classes"]) >= 59  # as many as prove 5 % without a flip
+    assert (
+        min(each["judged"] for each in exits["questions"]["answer"]["classes"]) >= 59
+    )  # as many as prove 5 % without a flip
     assert exits["status"] == "none"
     assert "no exit would save work" in exits["reason"]
     assert {row["method"] for row in read_output("out.parquet")} == {"full"}
@@ -478,7 +486,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     asked = exit_proof.rows_to_learn(0.2, classes=2)
     assert asked < exits["calibration_rows"] <= ROWS / 2
     # With one flip, 20 % take 22 judged rows of an answer.
-    assert min(each["judged"] for each in exits["classes"]) >= 22
+    assert min(each["judged"] for each in exits["questions"]["answer"]["classes"]) >= 22
 
 
 @pytest.mark.parametrize(
@@ -687,9 +695,7 @@ def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_m
 def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"calm": {"t": AuditedExits(200, 150, 2)}, "wild": {"t": AuditedExits(90, 80, 40)}}
     sink = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    own = ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4)
-    use = own.model_copy(update={"questions": {"calm": own, "wild": own}})
-    exits = at_work({0: ExitPolicy(()), 1: ExitPolicy(())}, use)
+    exits = at_work({0: ExitPolicy(()), 1: ExitPolicy(())}, use_of("calm", "wild"))
     exits.window_written(job_with(sink), window=4)
     assert list(exits.policies) == [0]
     assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("calibrated", 5)
@@ -759,8 +765,8 @@ def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_f
     assert (first["rows"], report["methods"]["first"]) == (len(decided), len(decided))
     assert exits["by_layer"]["0"]["rows"] == len(decided)
     assert first["cost"] > 0
-    assert [each["layer"] for each in exits["layers"]] == [0]
-    assert sum(each["left"] for each in exits["audited"]) == len(decided) - len(unread)
+    assert [each["layer"] for each in exits["questions"]["answer"]["layers"]] == [0]
+    assert sum(each["left"] for each in exits["questions"]["answer"]["audited"]) == len(decided) - len(unread)
     assert report["tokens"]["draft"] > 0
 
 

@@ -69,7 +69,7 @@ def test_a_rate_is_taken_only_if_it_and_all_larger_ones_pass(model: Path, draft:
     assert [trial["keep"] for trial in trials] == list(RATES[: len(trials)])
     for trial in trials:
         compressed(source, "fixed.parquet", model=model, draft=draft, keep=trial["keep"], audit=1000)
-        audit = read_report("fixed.run.json")["audit"]
+        audit = read_report("fixed.run.json")["audits"]["answer"]
         assert (trial["rows"], trial["flips"]) == (audit["rows"], audit["flips"])
         assert trial["bound"] == pytest.approx(flip_bound(audit["flips"], audit["rows"]))
     assert all(trial["bound"] <= allowed for trial in trials[:-1])

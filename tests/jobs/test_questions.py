@@ -19,6 +19,7 @@ from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
 from prefillcli.scoring import loop
@@ -190,7 +191,7 @@ def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
         )
         for row in (3, 4)
     ]
-    schema = OutputSchema(labels=("a", "b"))
+    schema = OutputSchema(questions=(AnswerColumns(labels=("a", "b")),))
     further, limits = FurtherQuestions(RowSelection(schema), [Asker()]), Limits(100, 100)
     window = Window(0, np.array([3, 4]), [], {}, pa.table({}))
     work = FollowUpWork(window, rows, further, limits)

@@ -427,7 +427,7 @@ def test_a_typed_answer_has_its_audit_its_evidence_and_its_text(
             wanted = shares(reference, text, question)
             assert row[f"{question.name}.audit_score"] == pytest.approx(wanted[0], abs=TOLERANCE)
             assert row[f"{question.name}.audit_prediction"] == question.names[wanted.index(max(wanted))]
-    audits = {each["question"]: each["audit"]["rows"] for each in read_report()["audits"]}
+    audits = {name: each["rows"] for name, each in read_report()["audits"].items()}
     assert audits == {"refund": len(texts), "topic": len(texts)}
 
 

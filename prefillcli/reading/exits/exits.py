@@ -122,7 +122,7 @@ class Exits(Reading, Judge):
             profile, known, self.use = learnt_once(learning)
             self.policies = {
                 part: learnt.policy
-                for part, (learnt, own) in enumerate(zip(profile.questions, self.use.each.values(), strict=True))
+                for part, (learnt, own) in enumerate(zip(profile.questions, self.use.questions.values(), strict=True))
                 if learnt.policy is not None and own.reason is None
             }
             self.known = {row.row: row for row in known}
@@ -205,14 +205,14 @@ class Exits(Reading, Judge):
         if self.use is None or (allowed := self.use.max_flips) is None:
             return
         sink = run.sink
-        for part, (name, use) in enumerate(self.use.each.items()):
+        for part, name in enumerate(self.use.questions):
             if part not in self.policies:
                 continue
             audited = sink.counts.audited_exits.get(name, {})
             counts = {
                 f"audited rows that are {label!r} in full": (own.flips, own.rows) for label, own in audited.items()
             }
-            if use.flips_of == "all" and counts:
+            if self.use.flips_of == "all" and counts:
                 counts = {
                     "audited rows": (sum(own[0] for own in counts.values()), sum(own[1] for own in counts.values()))
                 }
@@ -231,7 +231,8 @@ class Exits(Reading, Judge):
             sink.plan = sink.plan | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}}
             self.use = with_ends(self.use, {name: ended})
             option = "--first" if self.use.first else "--exit"
-            log.warning(f"{option}{of_question_text(name)}: {ended['reason']}; all further rows are read in full")
+            of = of_question_text(self.use.told_apart(name))
+            log.warning(f"{option}{of}: {ended['reason']}; all further rows are read in full")
 
     def finished(self, run: Run) -> None:
         """Remove what was kept for a resumed job, once all rows are written."""

@@ -38,13 +38,15 @@ from prefillcli.reading.exits.report import (
     ExitUse,
     FirstUse,
     ProvableFlips,
+    QuestionExits,
     UsedExit,
-    joined,
     of_question_text,
     provable_flips,
     provable_text,
+    state_of,
     with_ends,
 )
+from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.records import ScoredRow
 from prefillcli.runtime import log
@@ -128,9 +130,9 @@ def learnt_once(learning: Learning) -> Lesson:
                 write_sealed(path, profile.to_json())
             except (OSError, PrefillError) as error:
                 log.warning(f"cannot write {path}: {error}")
-        for name, own in use.each.items():
+        for name, own in use.questions.items():
             if own.reason is not None:
-                option = f"{run.settings.exits.exit_option}{of_question_text(name)}"
+                option = f"{run.settings.exits.exit_option}{of_question_text(use.told_apart(name))}"
                 log.warning(f"{option}: {own.reason}; all rows are read in full")
     else:
         profile, known = found
@@ -198,9 +200,11 @@ class ExitLearning:
                 **job_of_exits(self.rows.run, self.read_as) | {"questions": [each for each, _ in found]}
             )
         known = self.rows.counted(read)
-        whole = ExitUse(
-            status="none",
-            reused=given is not None,
+        reused = given is not None
+        uses = {each.question or ANSWER: self._use(each, reason, reused) for each, reason in found}
+        use = ExitUse(
+            **state_of(uses),
+            reused=reused,
             max_flips=settings.flips.max_flips,
             flips_of=settings.exits.flips_of,
             confidence=profile.questions[0].findings.confidence,
@@ -209,12 +213,9 @@ class ExitLearning:
             calibration_rows=len({question.prompt.row for question in read.questions}),
             learnt_rows=len(known),
             first=first,
+            questions=uses,
         )
-        uses = {each.question: self._use(each, reason, whole) for each, reason in found}
-        if not self.rows.run.inputs.labels.each:
-            return Lesson(profile, known, uses[""])
-        without = {name: own.model_copy(update={"first": [], "provable": None}) for name, own in uses.items()}
-        return Lesson(profile, known, joined(whole, without))
+        return Lesson(profile, known, use)
 
     def _learnt(
         self, part: int, labels: Labels, read: ReadRows, first: Sequence[FirstUse], given: LearntExits | None
@@ -245,27 +246,24 @@ class ExitLearning:
         exits = None if found.policy is None else found.policy.to_json()
         return LearntExits(**identity_of(labels), exits=exits, findings=findings), findings.reason
 
-    def _use(self, learnt: LearntExits, reason: str | None, whole: ExitUse) -> ExitUse:
-        # The exits of one question, in a job that is otherwise as the `whole`.
+    def _use(self, learnt: LearntExits, reason: str | None, reused: bool) -> QuestionExits:
         findings = learnt.findings
-        return whole.model_copy(
-            update={
-                "status": "none" if reason is not None else "reused" if whole.reused else "calibrated",
-                "reason": reason,
-                "classes": list(findings.classes),
-                "layers": [
-                    UsedExit(
-                        layer=each.layer + 1,
-                        probe=each.probe,
-                        peek=each.peek,
-                        thresholds=dict(zip(learnt.labels, each.thresholds, strict=True)),
-                        expected=each.leaving,
-                    )
-                    for each in findings.exits
-                ],
-                "predicted_gain": findings.gain,
-                "curve": list(findings.curve),
-            }
+        return QuestionExits(
+            status="none" if reason is not None else "reused" if reused else "calibrated",
+            reason=reason,
+            classes=list(findings.classes),
+            layers=[
+                UsedExit(
+                    layer=each.layer + 1,
+                    probe=each.probe,
+                    peek=each.peek,
+                    thresholds=dict(zip(learnt.labels, each.thresholds, strict=True)),
+                    expected=each.leaving,
+                )
+                for each in findings.exits
+            ],
+            predicted_gain=findings.gain,
+            curve=list(findings.curve),
         )
 
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> ReadRows:

@@ -47,7 +47,8 @@ from prefillcli.reading.exits.policy import (
     identity_of,
     job_of_exits,
 )
-from prefillcli.reading.exits.report import ExitUse, RareUse, UsedExit
+from prefillcli.reading.exits.report import ExitUse, QuestionExits, RareUse, UsedExit, state_of
+from prefillcli.rows.output import ANSWER
 from prefillcli.rows.records import BEFORE, Prompt
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
 
@@ -391,16 +392,20 @@ class RareLearning:
         used = UsedExit(
             layer=BEFORE + 1, probe="" if probe is None else probe.kind, peek=False, thresholds={}, expected=share
         )
-        use = ExitUse(
+        own = QuestionExits(
             status="calibrated" if reason is None else "none",
             reason=reason,
+            layers=[used] if reason is None else [],
+        )
+        use = ExitUse(
+            **state_of({ANSWER: own}),
             max_flips=None,
             model_layers=depth,
             calibration_rows=len(read.answers),
             learnt_rows=len(scored),
             first=first,
-            layers=[used] if reason is None else [],
             rare=rare,
+            questions={learnt.question or ANSWER: own},
         )
         return Lesson(profile, scored, use)
 

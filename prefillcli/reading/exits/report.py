@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -25,7 +25,7 @@ from prefillcli.report.section import (
     round_ticks,
     visible,
 )
-from prefillcli.rows.output.tallies import TO_THE_END, AuditedExits, Counts, LayerRows
+from prefillcli.rows.output.tallies import TO_THE_END, AuditedExits, Counts, LayerRows, summed
 from prefillcli.stats.flips import flip_bound, rows_for
 from prefillcli.stats.intervals import exact_interval
 
@@ -133,8 +133,58 @@ class LayerCount(BaseModel):
     prompt_tokens: int
 
 
+class QuestionExits(BaseModel):
+    """The exits of a question, by its answers."""
+
+    status: ExitStatus
+    reason: str | None = None  # why there are no exits, or no longer
+    stopped_window: int | None = None  # the first window without exits
+    classes: list[JudgedLabel] = Field(default_factory=list)
+    layers: list[UsedExit] = Field(default_factory=list)
+    by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
+    predicted_gain: float | None = None  # by the calibration, for tokens that no two rows share
+    audited: list[AuditedLabel] = Field(default_factory=list)
+    curve: list[GainPoint] = Field(default_factory=list)
+
+    def take(self, found: Mapping[str, LayerRows], audited: Mapping[str, AuditedExits], use: ExitUse) -> None:
+        """Take over the counts of the answers, in a job with these exits."""
+        self.by_layer = _in_order(found)
+        _take_rows(self.layers, self.by_layer, use.learnt_rows)
+        self.audited = [
+            AuditedLabel(
+                label=label,
+                rows=own.rows,
+                left=own.left,
+                flips=own.flips,
+                flip_rate=own.flips / own.rows,
+                interval=exact_interval(own.flips, own.rows, use.confidence),
+                bound=flip_bound(own.flips, own.rows, use.confidence),
+            )
+            for label, own in sorted(audited.items())
+        ]
+
+
+def _in_order(found: Mapping[str, LayerRows]) -> dict[str, LayerCount]:
+    order = sorted(found, key=lambda name: (name == TO_THE_END, int(name) if name != TO_THE_END else 0))
+    return {name: LayerCount(rows=found[name].rows, prompt_tokens=found[name].prompt_tokens) for name in order}
+
+
+def _free_rows(by_layer: Mapping[str, LayerCount], learnt: int) -> int:
+    # Rows that were not read to learn exits from.
+    full = by_layer.get(TO_THE_END)
+    return sum(each.rows for each in by_layer.values()) - min(learnt, full.rows if full is not None else 0)
+
+
+def _take_rows(places: Sequence[UsedExit | FirstUse], by_layer: Mapping[str, LayerCount], learnt: int) -> None:
+    free = _free_rows(by_layer, learnt)
+    for each in places:
+        own = by_layer.get(str(each.layer))
+        each.rows = own.rows if own is not None else 0
+        each.share = each.rows / free if free else None
+
+
 class ExitUse(BaseModel):
-    """The exits of a run. Of several questions, each has its own; counts of rows are then of their answers."""
+    """The exits of a run, for each of its questions. Counts of rows are of their answers."""
 
     status: ExitStatus
     reason: str | None = None  # why there are no exits, or no longer
@@ -147,59 +197,24 @@ class ExitUse(BaseModel):
     provable: ProvableFlips | None = None  # None where an earlier job has learnt the exits
     calibration_rows: int = 0  # read in full before the first window
     learnt_rows: int = 0  # those of them whose scores in the output are from that read
-    classes: list[JudgedLabel] = Field(default_factory=list)
     first: list[FirstUse] = Field(default_factory=list)
     rare: RareUse | None = None  # with --recall and --precision
-    layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
-    predicted_gain: float | None = None  # by the calibration, for tokens that no two rows share
     layers_gain: float | None = None  # by the layers that exits saved in the packs of this run
     measured_gain: float | None = None  # of the same packs, in seconds
     kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by the rows they served
-    audited: list[AuditedLabel] = Field(default_factory=list)
-    curve: list[GainPoint] = Field(default_factory=list)
-    questions: dict[str, ExitUse] = Field(default_factory=dict)  # by name; empty for a job of one without a name
-
-    @property
-    def each(self) -> Mapping[str, ExitUse]:
-        """The exits of each question, by its name."""
-        return self.questions or {"": self}
+    questions: dict[str, QuestionExits]  # by name
 
     def take(self, counts: Counts) -> None:
         """Take over the counts of the output's rows, including those of earlier attempts."""
-        layers, audited = counts.tallies.exit_layers, counts.audited_exits
-        for name, own in self.each.items():
-            own._take(layers.get(name, {}), audited.get(name, {}))
-        if self.questions:
-            together: dict[str, LayerRows] = {}
-            for found in layers.values():
-                for name, rows in found.items():
-                    together[name] = LayerRows(*map(sum, zip(together.get(name, (0, 0)), rows, strict=True)))
-            self._take(together, {})
-
-    def _take(self, found: Mapping[str, LayerRows], audited: Mapping[str, AuditedExits]) -> None:
-        order = sorted(found, key=lambda name: (name == TO_THE_END, int(name) if name != TO_THE_END else 0))
-        self.by_layer = {
-            name: LayerCount(rows=found[name].rows, prompt_tokens=found[name].prompt_tokens) for name in order
-        }
-        places: list[UsedExit | FirstUse] = [*self.layers, *self.first]
-        for each in places:
-            own = self.by_layer.get(str(each.layer))
-            each.rows = own.rows if own is not None else 0
-            each.share = each.rows / self.free_rows if self.free_rows else None
-        self.audited = [
-            AuditedLabel(
-                label=label,
-                rows=own.rows,
-                left=own.left,
-                flips=own.flips,
-                flip_rate=own.flips / own.rows,
-                interval=exact_interval(own.flips, own.rows, self.confidence),
-                bound=flip_bound(own.flips, own.rows, self.confidence),
-            )
-            for label, own in sorted(audited.items())
-        ]
+        layers, together = counts.tallies.exit_layers, dict[str, LayerRows]()
+        for name, own in self.questions.items():
+            found = layers.get(name, {})
+            own.take(found, counts.audited_exits.get(name, {}), self)
+            together = summed(together, found)
+        self.by_layer = _in_order(together)
+        _take_rows(self.first, self.by_layer, self.learnt_rows * len(self.questions))
 
     @property
     def left_early(self) -> int:
@@ -209,13 +224,16 @@ class ExitUse(BaseModel):
     @property
     def free_rows(self) -> int:
         """Scored rows of the output that were not read to learn exits from."""
-        full = self.by_layer.get(TO_THE_END)
-        return self.rows - min(self.learnt_rows * len(self.each), full.rows if full is not None else 0)
+        return _free_rows(self.by_layer, self.learnt_rows * len(self.questions))
 
     @property
     def rows(self) -> int:
         """Scored rows of the output."""
         return sum(each.rows for each in self.by_layer.values())
+
+    def told_apart(self, question: str) -> str:
+        """Return the name of a question for a message, if there are others."""
+        return question if len(self.questions) > 1 else ""
 
 
 def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
@@ -228,39 +246,39 @@ def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
             f"{counted(each.read_rows, 'row')} in {each.seconds:.1f} s",
         )
     for name, own in use.questions.items():
-        if own.reason is not None:
-            yield f"exits of {visible(name, line=True)}", _status(own)
-    for name, own in use.each.items():
+        if own.reason is not None and use.told_apart(name):
+            yield f"exits of {visible(name, line=True)}", _ended(own)
+    for name, own in use.questions.items():
         if own.classes:
-            yield f"exits, judged{_of(name)}", "; ".join(_judged(each) for each in own.classes)
+            yield f"exits, judged{_of(name, use)}", "; ".join(_judged(each) for each in own.classes)
     if use.left_early:
         yield "exit layers", _layers(use)
         if (saved := _saved(use)) is not None:
             yield "exit gain", saved
-    for name, own in use.each.items():
+    for name, own in use.questions.items():
         if any(each.left for each in own.audited):
             texts = [
                 f"{visible(each.label, line=True)} {counted(each.flips, 'flip')} of {each.rows:,} "
                 f"({percent_interval(each.interval)}), {each.left:,} would leave"
                 for each in own.audited
             ]
-            yield f"exits, audited{_of(name)}", "; ".join(texts)
+            yield f"exits, audited{_of(name, use)}", "; ".join(texts)
 
 
-def _of(question: str) -> str:
-    return f", {visible(question, line=True)}" if question else ""
+def _of(question: str, use: ExitUse) -> str:
+    return f", {visible(question, line=True)}" if use.told_apart(question) else ""
 
 
 def _status(use: ExitUse) -> str:
     if use.status == "none":
-        return f"none: {visible(use.reason or '', line=True)}"
+        return _ended(use)
     rows, sure = counted(use.calibration_rows, "row"), f"({100 * use.confidence:g} % confidence)"
     if use.rare is not None:
         return f"learnt from {rows} in full; {_rare(use.rare)} {sure}"
     most = percent(use.max_flips or 0)
     each = use.flips_of == "each"
     whose = "the rows of each label" if each else "all rows"
-    whose += ", for each question," if use.questions else ""
+    whose += ", for each question," if len(use.questions) > 1 else ""
     text = f"learnt from {rows} in full; of {whose} at most {most} flip {sure}"
     if use.reused:
         text = (
@@ -268,9 +286,13 @@ def _status(use: ExitUse) -> str:
             f"{' of each label' if each else ''} flip {sure}"
         )
     if use.status == "stopped":
-        at = "" if use.stopped_window is None else f" at window {use.stopped_window:,}"
-        return f"stopped{at}: {visible(use.reason or '', line=True)}; {text}"
+        return f"{_ended(use)}; {text}"
     return text
+
+
+def _ended(use: ExitUse | QuestionExits) -> str:
+    at = "" if use.stopped_window is None else f" at window {use.stopped_window:,}"
+    return f"{use.status}{at}: {visible(use.reason or '', line=True)}"
 
 
 def _rare(use: RareUse) -> str:
@@ -292,7 +314,9 @@ def _judged(each: JudgedLabel) -> str:
 
 
 def _layers(use: ExitUse) -> str:
-    expected = {str(each.layer): each.expected for each in use.layers}
+    expected: dict[str, float] = {}
+    for each in (each for own in use.questions.values() for each in own.layers):
+        expected[str(each.layer)] = expected.get(str(each.layer), 0.0) + each.expected / len(use.questions)
     texts = []
     for name, own in use.by_layer.items():
         learnt = use.rows - use.free_rows if name == TO_THE_END else 0
@@ -312,15 +336,17 @@ def _place(use: ExitUse, name: str) -> str:
 
 
 def _saved(use: ExitUse) -> str | None:
-    texts, inside = [], any(each.layer > 0 for each in use.layers)
+    questions = use.questions.values()
+    texts, inside = [], any(each.layer > 0 for own in questions for each in own.layers)
     if use.layers_saved is not None and inside:
         texts.append(f"{use.layers_saved:.1%} of the tokens' layers spared")
     if use.measured_gain is not None:
         texts.append(f"{use.measured_gain:.2f}x measured")
     if use.layers_gain is not None and inside:
         texts.append(f"{use.layers_gain:.2f}x by these layers")
-    if texts and use.predicted_gain is not None:
-        texts.append(f"{use.predicted_gain:.2f}x predicted for tokens that no two rows share")
+    predicted = [own.predicted_gain for own in questions if own.predicted_gain is not None]
+    if texts and len(predicted) == 1:
+        texts.append(f"{predicted[0]:.2f}x predicted for tokens that no two rows share")
     return ", ".join(texts) or None
 
 
@@ -356,18 +382,18 @@ def section(report: RunReport) -> Section | None:
     if use is None:
         return None
     bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
-    bound = bound if use.rare is None else RARE_NOTE
+    bound, allowed = bound if use.rare is None else RARE_NOTE, use.max_flips or 0.0
     found = Section(
         title="Early exit",
         lines=list(exit_lines(use)),
         parts=[
             Part(note=f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}"),
-            Part(title="Answers by layer" if use.questions else "Rows by layer", bars=_by_layer(use)),
-            *(part for name, own in use.each.items() for part in _question_parts(name, own, use)),
+            Part(title="Answers by layer" if len(use.questions) > 1 else "Rows by layer", bars=_by_layer(use)),
+            *(part for name, own in use.questions.items() for part in _question_parts(name, own, use)),
             Part(title="Shared beginnings kept alive", bars=_kept_alive(use.kept_alive), note=ALIVE_NOTE),
             *(
-                Part(title=f"Gain over flips{_of(name)}", plot=gain_plot(own), note=CURVE_NOTE)
-                for name, own in use.each.items()
+                Part(title=f"Gain over flips{_of(name, use)}", plot=gain_plot(own, allowed), note=CURVE_NOTE)
+                for name, own in use.questions.items()
             ),
         ],
         summary={"exits": {"status": use.status, "left": use.left_early, "layers_saved": use.layers_saved}},
@@ -379,7 +405,9 @@ def section(report: RunReport) -> Section | None:
     if use.layers_saved is not None:
         found.metric("exit_layers_saved", "Share of the tokens' layers that exits spared.", use.layers_saved)
     audited = {
-        f"{name}.{each.label}" if name else each.label: each for name, own in use.each.items() for each in own.audited
+        ".".join(filter(None, (use.told_apart(name), each.label))): each
+        for name, own in use.questions.items()
+        for each in own.audited
     }
     rows = {label: float(each.rows) for label, each in audited.items()}
     flips = {label: float(each.flips) for label, each in audited.items()}
@@ -390,7 +418,7 @@ def section(report: RunReport) -> Section | None:
     return found
 
 
-def _question_parts(name: str, use: ExitUse, job: ExitUse) -> list[Part]:
+def _question_parts(name: str, use: QuestionExits, job: ExitUse) -> list[Part]:
     # The tables of one question's exits; the first models are the job's.
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
     layer_rows = [
@@ -409,24 +437,23 @@ def _question_parts(name: str, use: ExitUse, job: ExitUse) -> list[Part]:
         [each.label, f"{each.rows:,}", f"{each.left:,}", f"{each.flips:,}", percent_interval(each.interval)]
         for each in use.audited
     ]
-    sure = f"{100 * use.confidence:g} %"
+    sure = f"{100 * job.confidence:g} %"
     header = ["after layer", "probe", "peek", *labels, "expected", "left"]
     judged = ["label in full", "fitted", "judged", "flips", f"at most ({sure})"]
     left = ["label in full", "audited", "would leave", "flips", f"{sure} interval"]
     return [
-        Part(title=f"Exit layers{_of(name)}", table=_table(header, layer_rows)),
-        Part(title=f"Calibration rows{_of(name)}", table=_table(judged, classes)),
-        Part(title=f"Audited rows{_of(name)}", table=_table(left, audited)),
+        Part(title=f"Exit layers{_of(name, job)}", table=_table(header, layer_rows)),
+        Part(title=f"Calibration rows{_of(name, job)}", table=_table(judged, classes)),
+        Part(title=f"Audited rows{_of(name, job)}", table=_table(left, audited)),
     ]
 
 
-def gain_plot(use: ExitUse) -> Plot | None:
+def gain_plot(use: QuestionExits, allowed: float) -> Plot | None:
     """Return the gain over the flip rate of the judged rows, from 1 up; None unless there are two points."""
     points = sorted({(each.flip_rate, each.gain) for each in use.curve})
     if len(points) < 2:
         return None
     best = max(gain for _, gain in points)
-    allowed = use.max_flips or 0.0
     x = round_ticks(100 * max(allowed, *(flips for flips, _ in points)))
     y = round_ticks(max(best - 1, 0.05))
     wide, high = x[-1] / 100, y[-1]
@@ -477,20 +504,19 @@ def _kept_alive(found: Mapping[str, float]) -> list[Bar]:
 
 def with_ends(use: ExitUse, ended: Mapping[str, Mapping[str, Any]]) -> ExitUse:
     """Return the exits with those of some questions ended."""
-    if not use.questions:
-        return use.model_copy(update=dict(ended.get("", {})))
     questions = {name: own.model_copy(update=dict(ended.get(name, {}))) for name, own in use.questions.items()}
-    return joined(use, questions)
+    return use.model_copy(update=state_of(questions) | {"questions": questions})
 
 
-def joined(use: ExitUse, questions: dict[str, ExitUse]) -> ExitUse:
-    """Return the exits of a job with those of its `questions`. As long as one question has exits, so has the job; they
-    have stopped if those of any question have."""
+def state_of(questions: Mapping[str, QuestionExits]) -> dict[str, Any]:
+    """Return the state of a job's exits by those of its questions. As long as one question has exits, so has the job;
+    they have stopped if those of any question have."""
     order = ("calibrated", "reused", "stopped", "none")
     best = min(questions.values(), key=lambda own: order.index(own.status))
-    reason = {"stopped": "no question has any left", "none": "no question has any"}.get(best.status)
-    update = {"status": best.status, "reason": reason, "stopped_window": best.stopped_window}
-    return use.model_copy(update=update | {"questions": questions})
+    reason = best.reason
+    if len(questions) > 1:
+        reason = {"stopped": "no question has any left", "none": "no question has any"}.get(best.status)
+    return {"status": best.status, "reason": reason, "stopped_window": best.stopped_window}
 
 
 def of_question_text(name: str) -> str:

@@ -1,41 +1,73 @@
-"""The columns with the answers to one of several questions, read back as what a job of labels has.
+"""The columns with the answers to a question, and what they say.
 
 A predicate has the column `NAME`, its probability. A choice has `NAME`, the chosen value, and a score `NAME`, the
-expected number of its level; both have `NAME.probabilities`, by the names of their answers, and `NAME.confidence`.
+expected number of its level; both have `NAME.probabilities`, by the names of their answers, and `NAME.confidence`. A
+question without a name is the only one of its job: it has the columns of labels, `score` and `logprob_LABEL`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.rows.output import ANSWER
-from prefillcli.stats.labels import log_shares_of
+from prefillcli.rows.records import TokenText
+from prefillcli.stats.labels import Measure, label_probabilities, log_shares_of
+
+if TYPE_CHECKING:
+    from prefillcli.rows.output.columns import Groups, ResultRows
 
 LOGPROB = "logprob_"
 PROBABILITIES = "probabilities"
 CALIBRATED = "calibrated"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerColumns:
-    """The columns of a question's answers: its name and type, the names of its answers, and their numbers."""
+_IN_FINGERPRINT = ("name", "type", "labels", "values", "temperature")
 
-    name: str
-    type: str  # predicate, choice or score; empty for labels without a question
-    labels: tuple[str, ...]
-    values: tuple[float, ...] = ()
-    temperature: float = 1.0  # that the probabilities were taken at
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerColumns:
+    """The columns of the answers to a question."""
+
+    labels: tuple[str, ...]  # the names of its answers
+    name: str = ""  # what its columns begin with; empty for the only question, asked by labels
+    type: str = ""  # predicate, choice or score; empty for labels
+    values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
+    temperature: float = 1.0  # that the probabilities are taken at
+    options: tuple[str | bool, ...] = ()  # what each of its answers says
+    measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
+    groups: Groups = frozenset()  # the groups of further columns, beside those of every question
+    truth: str | None = None  # the carried column with the right answers
+    # Whether the labels are classes of a head, so that their mass says nothing of the prompt.
+    classes: bool = False
+    # For the column `review`, the floor of each label; none where answers are not reviewed.
+    floors: tuple[float | None, ...] = ()
+    # The numbers of the rows that it is asked about, by the answers to earlier questions; None: all.
+    when: Callable[[ResultRows], Set[int]] | None = None
+    # With the group `orders`, the numbers of its prompts in other orders, after those of all questions.
+    others: tuple[int, ...] = ()
+    # In an output about the likeliest tokens, the text of each by its id.
+    token_text: Callable[[int], TokenText] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in reports and files of floors."""
+        return self.name or ANSWER
+
+    @property
+    def prefix(self) -> str:
+        """What its columns begin with."""
+        return self.name and f"{self.name}."
 
     def to_json(self) -> dict[str, Any]:
         """Return its content for a file that belongs to the job."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _IN_FINGERPRINT}
 
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> AnswerColumns:
@@ -49,12 +81,12 @@ class AnswerColumns:
         The answers to a choice or a score are `named` by its values.
         """
         labels = tuple(name.removeprefix(LOGPROB) for name in available if name.startswith(LOGPROB))
-        found = {ANSWER: cls("", "", labels)} if len(labels) > 1 and "score" in available else {}
+        found = {ANSWER: cls(labels=labels)} if len(labels) > 1 and "score" in available else {}
         for name in (column.removesuffix(".label_mass") for column in available if column.endswith(".label_mass")):
             if f"{name}.{PROBABILITIES}" in available:
-                found[name] = cls(name, "choice", ())
+                found[name] = cls(name=name, type="choice", labels=())
             elif name in available:
-                found[name] = cls(name, "predicate", ("Yes", "No"))
+                found[name] = cls(name=name, type="predicate", labels=("Yes", "No"))
         return found
 
     def named(self, given: Iterable[Any], told: Iterable[Any]) -> AnswerColumns:
@@ -68,8 +100,8 @@ class AnswerColumns:
         return replace(self, type="score" if scored else "choice", labels=tuple(shares))
 
     def column(self, name: str) -> str:
-        """Return the column of an output that has this meaning; without a name the answer itself."""
-        return f"{self.name}.{name}" if name else self.name
+        """Return the column of an output that has this meaning; without one the answer itself."""
+        return f"{self.prefix}{name}" if name else self.name or "prediction"
 
     def source(self, meaning: str) -> str:
         """Return the part of the column's name that holds what a job of labels calls `meaning`, as `logprob_Yes`."""
@@ -102,6 +134,35 @@ class AnswerColumns:
             if kind == "logprob":
                 found = self.log_shares(shares)[:, self.labels.index(label)]
         return pa.array(found, pa.float64(), mask=~known)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether the answers have probabilities that add up to 1."""
+        return self.measure is Measure.SHARES and len(self.labels) > 1
+
+    @property
+    def told(self) -> list[str]:
+        """The columns that tell the probabilities of all answers."""
+        if self.name:
+            return [self.column("" if self.type == "predicate" else PROBABILITIES)]
+        if len(self.labels) == 2:
+            return ["score"]
+        return [("score_" if "label_scores" in self.groups else LOGPROB) + label for label in self.labels]
+
+    def shares_in(self, rows: pa.Table) -> npt.NDArray[np.float64]:
+        """Return the probability of each answer [rows, answers] in an output's rows, which have the columns `told`;
+        NaN where there is none."""
+        columns = [rows[name] for name in self.told]
+        if self.name:
+            return self.shares(columns[0].to_pylist())
+        numbers = np.stack([each.cast(pa.float64()).to_numpy(zero_copy_only=False) for each in columns], axis=1)
+        if len(columns) == 1:
+            return np.concatenate([numbers, 1 - numbers], axis=1)
+        if "label_scores" in self.groups:
+            return numbers
+        none = np.isnan(numbers)  # JSON has no infinity: it is null there
+        shares = label_probabilities(np.where(none, -np.inf, numbers), self.temperature)
+        return np.where(none.all(axis=1, keepdims=True), np.nan, shares)
 
     def shares(self, told: Sequence[Any]) -> npt.NDArray[np.float64]:
         """Return the probability of each answer [rows, answers], by the values that tell all of them, as text or not;

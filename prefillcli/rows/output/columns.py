@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.plan.behind import LabelSet
-from prefillcli.rows.output import ANSWER, batches
-from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES
+from prefillcli.rows.output import batches
+from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns
 from prefillcli.rows.records import (
     ErrorCode,
     Prompt,
@@ -80,16 +80,27 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ResultRows:
-    """Rows of a window that have a score or an error, ascending by row: the data of their columns."""
-
-    numbers: Int64Array  # row numbers [rows]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    numbers: Int64Array  # row numbers, ascending [rows]
     prompts: list[Prompt | None]  # None where the row has no prompt; the first of several [rows]
-    prompt_tokens: list[int | None]  # of all its prompts [rows]
-    errors: list[RowError | None]  # None where the row has a score [rows]
     scored: list[ScoredRow]  # the engine's answers to the rows that have a score [scored]
     places: Int64Array  # where these are among all rows [scored]
+
+    def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
+        """Return `values` [scored, ...] spread over all rows [rows, ...], with None for rows without one."""
+        inner = values.shape[1:] if isinstance(values, np.ndarray) else ()
+        spread = np.full((len(self.numbers), *inner), None, object)
+        spread[self.places] = values
+        return spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRows(_Rows):
+    """The answers to a question in the rows of a window: the data of its columns. `scored` are those of the question
+    alone."""
+
+    own: AnswerColumns
     # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among the
     # labels alone. For a head that gives values, the value of every label [scored, labels]. Where rows have their own
     # labels, -inf fills the places after them.
@@ -98,102 +109,16 @@ class ResultRows:
     scores: Float64Array
     # `scores` as the whole prompt and all layers give them, for rows of the audit [scored].
     audited: list[Float64Array | None]
-    schema: OutputSchema
     # `logprobs` as `--label-norm` divides them: calibrated probabilities follow from these [scored, labels].
     divided: Float64Array
     # Calibrated probability of every label [scored, labels]; None where nothing is calibrated.
     calibrated: Float64Array | None = None
-    # The same rows with the answers to each of the schema's questions.
-    questions: list[ResultRows] = field(default_factory=list)
     # Whether the orders of a question's two values give different predictions [scored].
     order_decided: npt.NDArray[np.bool_] | None = None
     # Where rows ask their own questions, the probabilities of the options of each [scored].
     decisions: list[list[Float64Array]] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls,
-        window: Window,
-        results: Sequence[ScoredRow],
-        errors: dict[int, RowError],
-        schema: OutputSchema,
-        temperature: float,
-        probabilities: Mapping[str, Probabilities] = {},
-    ) -> ResultRows:
-        """Make them of some rows of a window. A result that is not a finite number becomes an error, and so does one
-        whose conditional question failed although it should be asked. `probabilities` are those of the questions of
-        these names; without several, its name is empty."""
-        results = sorted(results, key=lambda scored: scored.row)
-        wrong = {
-            each.row: RowError(
-                ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}"
-            ).of_question(own.name)
-            for each in results
-            for own, answer in schema.answered(each)
-            if len(answer.logprobs) and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
-        }
-        errors = errors | wrong
-        results = [each for each in results if each.row not in wrong]
-        numbers = np.array(sorted([each.row for each in results] + list(errors)), np.int64)
-        prompts: dict[int, list[Prompt]] = {}
-        for prompt in window.prompts:
-            prompts.setdefault(prompt.row, []).append(prompt)
-
-        def made(schema: OutputSchema, results: Sequence[ScoredRow], part: int) -> ResultRows:
-            own = {prompt.row: prompt for prompt in window.prompts if prompt.part == part}
-            most = max([len(schema.labels), 1, *(len(each.logprobs) for each in results)])
-            logprobs = np.full((len(results), most), -np.inf)
-            divided = logprobs.copy()
-            for row, each in enumerate(results):
-                count, prompt = len(each.logprobs), own.get(each.row)
-                divided[row, :count] = each.logprobs
-                logprobs[row, :count] = each.logprobs if prompt is None else prompt.labels.whole(each.logprobs)
-            return cls(
-                numbers=numbers,
-                prompts=[own.get(row) for row in numbers.tolist()],
-                prompt_tokens=[
-                    sum(len(each.tokens) for each in prompts.get(row, ())) or None for row in numbers.tolist()
-                ],
-                errors=[errors.get(row) for row in numbers.tolist()],
-                scored=list(results),
-                places=np.searchsorted(numbers, np.array([each.row for each in results], np.int64)),
-                logprobs=logprobs,
-                scores=label_scores(divided, temperature, schema.measure),
-                audited=[
-                    None if each.audit is None else label_scores(each.audit, temperature, schema.measure)
-                    for each in results
-                ],
-                schema=schema,
-                divided=divided,
-            )
-
-        rows = made(schema, results, 0).calibrated_by(probabilities)
-        if schema.measure is Measure.DECISIONS:
-            decisions = [_decided(prompts[each.row], each.answers, temperature) for each in results]
-            scores = np.array([[own[0][0]] for own in decisions]).reshape(-1, 1)
-            rows = replace(rows, decisions=decisions, scores=scores)
-        failed: dict[int, RowError] = {}
-        for number, own in enumerate(schema.questions):
-            chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
-            for each in (each for each in results if each.row in chosen):
-                both = [each.answers[part] for part in (number, *own.others)]
-                if (why := next((one.error for one in both if one.error is not None), None)) is not None:
-                    failed.setdefault(each.row, why)
-            answered = [
-                each.answers
-                for each in results
-                if each.row in chosen - failed.keys() and len(each.answers[number].logprobs)
-            ]
-            found = made(own, [each[number] for each in answered], number)
-            if own.others:
-                found = found.over_orders([made(own, [each[at] for each in answered], at) for at in own.others])
-            rows.questions.append(found.calibrated_by(probabilities))
-        if failed:
-            left = [each for each in results if each.row not in failed]
-            return cls.of(window, left, errors | failed, schema, temperature, probabilities)
-        return replace(rows, scores=rows.questions[0].scores) if rows.questions else rows
-
-    def over_orders(self, others: Sequence[ResultRows]) -> ResultRows:
+    def over_orders(self, others: Sequence[AnswerRows]) -> AnswerRows:
         """Return the means of these probabilities and those of the same question in other orders of its values or
         options."""
         every = [self, *others]
@@ -213,17 +138,115 @@ class ResultRows:
             order_decided=(said != said[0]).any(axis=0),
         )
 
-    def calibrated_by(self, probabilities: Mapping[str, Probabilities]) -> ResultRows:
+    def calibrated_by(self, probabilities: Mapping[str, Probabilities]) -> AnswerRows:
         """Return them with the calibrated probabilities of their question, if it has some."""
-        own = probabilities.get(self.schema.name)
+        own = probabilities.get(self.own.name)
         return self if own is None else replace(self, calibrated=own(self.divided))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRows(_Rows):
+    """Rows of a window that have a score or an error: the data of their columns."""
+
+    schema: OutputSchema
+    prompt_tokens: list[int | None]  # of all its prompts [rows]
+    errors: list[RowError | None]  # None where the row has a score [rows]
+    questions: list[AnswerRows] = field(default_factory=list)  # the same rows with the answers to each question
+
+    @classmethod
+    def of(
+        cls,
+        window: Window,
+        results: Sequence[ScoredRow],
+        errors: dict[int, RowError],
+        schema: OutputSchema,
+        temperature: float,
+        probabilities: Mapping[str, Probabilities] = {},
+    ) -> ResultRows:
+        """Make them of some rows of a window. A result that is not a finite number becomes an error, and so does one
+        whose conditional question failed although it should be asked. `probabilities` are those of the questions of
+        these names."""
+        results = sorted(results, key=lambda scored: scored.row)
+        wrong = {
+            each.row: RowError(
+                ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}"
+            ).of_question(own.name)
+            for each in results
+            for own, answer in schema.answered(each)
+            if len(answer.logprobs) and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
+        }
+        errors = errors | wrong
+        results = [each for each in results if each.row not in wrong]
+        numbers = np.array(sorted([each.row for each in results] + list(errors)), np.int64)
+        prompts: dict[int, list[Prompt]] = {}
+        for prompt in window.prompts:
+            prompts.setdefault(prompt.row, []).append(prompt)
+
+        def spread(results: Sequence[ScoredRow], part: int) -> dict[str, Any]:
+            own = {prompt.row: prompt for prompt in window.prompts if prompt.part == part}
+            return {
+                "numbers": numbers,
+                "prompts": [own.get(row) for row in numbers.tolist()],
+                "scored": list(results),
+                "places": np.searchsorted(numbers, np.array([each.row for each in results], np.int64)),
+            }
+
+        def made(own: AnswerColumns, results: Sequence[ScoredRow], part: int) -> AnswerRows:
+            given = spread(results, part)
+            most = max([len(own.labels), 1, *(len(each.logprobs) for each in results)])
+            logprobs = np.full((len(results), most), -np.inf)
+            divided = logprobs.copy()
+            for row, (each, place) in enumerate(zip(results, given["places"].tolist(), strict=True)):
+                count, prompt = len(each.logprobs), given["prompts"][place]
+                divided[row, :count] = each.logprobs
+                logprobs[row, :count] = each.logprobs if prompt is None else prompt.labels.whole(each.logprobs)
+            scores, decisions = label_scores(divided, temperature, own.measure), []
+            if own.measure is Measure.DECISIONS:
+                decisions = [_decided(prompts[each.row], each.answers, temperature) for each in results]
+                scores = np.array([[asked[0][0]] for asked in decisions]).reshape(-1, 1)
+            return AnswerRows(
+                **given,
+                own=own,
+                logprobs=logprobs,
+                scores=scores,
+                audited=[
+                    None if each.audit is None else label_scores(each.audit, temperature, own.measure)
+                    for each in results
+                ],
+                divided=divided,
+                decisions=decisions,
+            )
+
+        rows = cls(
+            **spread(results, 0),
+            schema=schema,
+            prompt_tokens=[sum(len(each.tokens) for each in prompts.get(row, ())) or None for row in numbers.tolist()],
+            errors=[errors.get(row) for row in numbers.tolist()],
+        )
+        failed: dict[int, RowError] = {}
+        for number, own in enumerate(schema.questions):
+            chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
+            answers = {each.row: schema.answers_of(each) for each in results if each.row in chosen}
+            for row, each in answers.items():
+                both = [each[part] for part in (number, *own.others)]
+                if (why := next((one.error for one in both if one.error is not None), None)) is not None:
+                    failed.setdefault(row, why)
+            answered = [each for row, each in answers.items() if row not in failed and len(each[number].logprobs)]
+            found = made(own, [each[number] for each in answered], number)
+            if own.others:
+                found = found.over_orders([made(own, [each[at] for each in answered], at) for at in own.others])
+            rows.questions.append(found.calibrated_by(probabilities))
+        if failed:
+            left = [each for each in results if each.row not in failed]
+            return cls.of(window, left, errors | failed, schema, temperature, probabilities)
+        return rows
 
     def arrays(self) -> list[pa.Array]:
         """Return the columns of `OutputSchema.results` for these rows."""
         arrays = []
         for column in self.schema.columns:
             values = column.values(self)
-            columns = np.asarray(values).T if "<label>" in column.name else [values]
+            columns = np.asarray(values).T if column.labels else [values]
             arrays += [pa.array(each, column.type) for each in columns]
         return arrays
 
@@ -232,19 +255,12 @@ class ResultRows:
         computed."""
         found: dict[str, list[Any]] = {}
         for column in self.schema.columns:
-            own = column.names(self.schema.labels)
+            own = column.names
             if not column.conditional or names.isdisjoint(own):
                 continue
             values = np.asarray(column.values(self), object).reshape(len(self.numbers), len(own))
             found |= {name: values[:, at].tolist() for at, name in enumerate(own) if name in names}
         return found
-
-    def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
-        """Return `values` [scored, ...] spread over all rows [rows, ...], with None for rows without one."""
-        inner = values.shape[1:] if isinstance(values, np.ndarray) else ()
-        spread = np.full((len(self.numbers), *inner), None, object)
-        spread[self.places] = values
-        return spread
 
 
 class Column(NamedTuple):
@@ -252,44 +268,45 @@ class Column(NamedTuple):
 
     name: str  # with `<label>` it stands for one column a label
     type: pa.DataType
-    # A value for every row, None for null [rows]; with `<label>` [rows, labels].
-    values: Callable[[ResultRows], Sequence[Any] | ObjectArray]
+    # A value for every row, None for null [rows]; with `<label>` [rows, labels]. Of a question, by its `AnswerRows`.
+    values: Callable[[Any], Sequence[Any] | ObjectArray]
     counted: bool = False  # whether `Counts.add_rows` needs it
     group: Group | None = None  # only an output with this group has it; None: every output
     # Whether a `RowCondition` may use it: its value is known when a row is scored, and the same in every run of the
     # job.
     conditional: bool = True
-    least_labels: int = 0  # only an output with this many labels has it
-    # Only an output whose labels have one of these measures has it.
+    least_labels: int = 0  # only a question with this many labels has it
+    # Only a question whose labels have one of these measures has it.
     measures: tuple[Measure, ...] = tuple(Measure)
-    # "label": the answer itself, which an output of labels and one of several questions have in different forms.
-    # "answer": beside it, an output with several questions has one for each.
+    # "label": the answer itself, which questions with a name have in other forms. "answer": beside it, for each
+    # question. "row": once for all.
     part: Literal["row", "label", "answer"] = "row"
+    labels: tuple[str, ...] = ()  # where the name has `<label>`, those of the question
 
-    def names(self, labels: Sequence[str]) -> list[str]:
-        """Return the name of the column, or one name for each label."""
-        return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
+    @property
+    def names(self) -> list[str]:
+        """The name of the column, or one name for each label."""
+        return [self.name.replace("<label>", label) for label in self.labels] if self.labels else [self.name]
+
+    def of_question(self, number: int, own: AnswerColumns) -> Column:
+        """Return the column for the answers to the question of this number."""
+        return self._replace(
+            name=own.column(self.name) if self.name else own.name,
+            values=lambda rows: self.values(rows.questions[number]),
+            labels=own.labels if "<label>" in self.name else (),
+        )
 
 
-def of_question(column: Column, number: int, name: str) -> Column:
-    """Return the column for the answers to a question of this `name`, one of several."""
-    return column._replace(
-        name=f"{name}.{column.name}" if column.name else name,
-        values=lambda rows: column.values(rows.questions[number]),
-        counted=False,
-    )
-
-
-def _best(rows: ResultRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
-    labels = rows.schema.labels
+def _best(rows: AnswerRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
+    labels = rows.own.labels
     return [labels[int(each.argmax())] if len(labels) > 1 and each is not None else None for each in scores]
 
 
-def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
+def _of_result(name: str) -> Callable[[_Rows], ObjectArray]:
     return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
 
 
-def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
+def _full_only(rows: AnswerRows, values: npt.NDArray[Any]) -> ObjectArray:
     # Values over the whole vocabulary [scored, ...], for every row [rows, ...]; None where a row left early.
     spread = rows.of_scored(values)
     left = [each.exit_layer is not None for each in rows.scored]
@@ -297,29 +314,29 @@ def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
     return spread
 
 
-def _calibrated(rows: ResultRows) -> ObjectArray:
+def _calibrated(rows: AnswerRows) -> ObjectArray:
     # Calibrated probabilities of the labels [rows, labels].
-    return rows.of_scored(np.empty((0, len(rows.schema.labels))) if rows.calibrated is None else rows.calibrated)
+    return rows.of_scored(np.empty((0, len(rows.own.labels))) if rows.calibrated is None else rows.calibrated)
 
 
-def _by_label(rows: ResultRows, values: Float64Array | None) -> ObjectArray:
+def _by_label(rows: AnswerRows, values: Float64Array | None) -> ObjectArray:
     # The numbers of each row [scored, labels] by the names of the labels.
     own = () if values is None else values.tolist()
-    return rows.of_scored([dict(zip(rows.schema.labels, each, strict=True)) for each in own])
+    return rows.of_scored([dict(zip(rows.own.labels, each, strict=True)) for each in own])
 
 
-def _of_rationale(name: str) -> Callable[[ResultRows], ObjectArray]:
+def _of_rationale(name: str) -> Callable[[AnswerRows], ObjectArray]:
     # A field of `Rationale`; None where nothing was to be written.
     return lambda rows: rows.of_scored([each.rationale and getattr(each.rationale, name) for each in rows.scored])
 
 
-def _gaps(rows: ResultRows) -> ObjectArray:
+def _gaps(rows: AnswerRows) -> ObjectArray:
     # The smallest gaps; None where no token was chosen.
     found = [each.rationale for each in rows.scored]
     return rows.of_scored([own.gap if own is not None and math.isfinite(own.gap) else None for own in found])
 
 
-def _lists(rows: ResultRows, values: Float64Array) -> ObjectArray:
+def _lists(rows: AnswerRows, values: Float64Array) -> ObjectArray:
     # A list of each row's own numbers, of `values` [scored, labels].
     found = np.full(len(rows.numbers), None, object)
     for place, each, own in zip(rows.places.tolist(), rows.scored, values, strict=True):
@@ -327,13 +344,11 @@ def _lists(rows: ResultRows, values: Float64Array) -> ObjectArray:
     return found
 
 
-def _likeliest(rows: ResultRows) -> ObjectArray:
-    found, responses = np.full(len(rows.numbers), None, object), rows.schema.responses
-    if responses is None or responses.text_of is None:
-        return found
+def _likeliest(rows: AnswerRows) -> ObjectArray:
+    found, text_of = np.full(len(rows.numbers), None, object), rows.own.token_text
     for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
-        if each.tokens is not None:
-            texts = [responses.text_of(token) for token in each.tokens.tolist()]
+        if each.tokens is not None and text_of is not None:
+            texts = [text_of(token) for token in each.tokens.tolist()]
             found[place] = {
                 "written": texts[0].written,
                 "ends": texts[0].ends,
@@ -343,9 +358,9 @@ def _likeliest(rows: ResultRows) -> ObjectArray:
     return found
 
 
-def _pair_scores(rows: ResultRows) -> ObjectArray:
+def _pair_scores(rows: AnswerRows) -> ObjectArray:
     # The score of each prompt of a row.
-    found, measure = np.full(len(rows.numbers), None, object), rows.schema.measure
+    found, measure = np.full(len(rows.numbers), None, object), rows.own.measure
     for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
         found[place] = [float(label_scores(answer.logprobs, measure=measure)[0]) for answer in each.answers]
     return found
@@ -363,29 +378,29 @@ def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:
     return [None if each is None else int(each.argmax()) for each in scores]
 
 
-def _choice_texts(rows: ResultRows) -> ObjectArray:
+def _choice_texts(rows: AnswerRows) -> ObjectArray:
     prompts = [rows.prompts[place] for place in rows.places.tolist()]
     chosen = zip(prompts, _indices(rows.scores), strict=True)
     return rows.of_scored([None if p is None or at is None else p.labels.texts[at] for p, at in chosen])
 
 
-def _of_target(value: Callable[[ReadTokens], Any]) -> Callable[[ResultRows], ObjectArray]:
+def _of_target(value: Callable[[ReadTokens], Any]) -> Callable[[AnswerRows], ObjectArray]:
     # A value of the tokens that were read one by one.
     return lambda rows: rows.of_scored([each.by_token and value(each.by_token) for each in rows.scored])
 
 
-def _token_logprobs(rows: ResultRows) -> ObjectArray:
+def _token_logprobs(rows: AnswerRows) -> ObjectArray:
     found = np.full(len(rows.numbers), None, object)
     for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
         found[place] = each.by_token and each.by_token.logprobs
     return found
 
 
-def _of_text(value: Callable[[LabelSet], int]) -> Callable[[ResultRows], list[int | None]]:
+def _of_text(value: Callable[[LabelSet], int]) -> Callable[[AnswerRows], ObjectArray]:
     # A number of the texts themselves.
-    def found(rows: ResultRows) -> list[int | None]:
-        pairs = zip(rows.prompts, rows.errors, strict=True)
-        return [None if prompt is None or error is not None else value(prompt.labels) for prompt, error in pairs]
+    def found(rows: AnswerRows) -> ObjectArray:
+        prompts = [rows.prompts[place] for place in rows.places.tolist()]
+        return rows.of_scored([None if prompt is None else value(prompt.labels) for prompt in prompts])
 
     return found
 
@@ -393,12 +408,12 @@ def _of_text(value: Callable[[LabelSet], int]) -> Callable[[ResultRows], list[in
 _target_bytes = _of_text(lambda target: target.text_bytes)
 
 
-def _bits_per_byte(rows: ResultRows) -> ObjectArray:
-    sizes = np.array(_target_bytes(rows), object)[rows.places].astype(np.float64)
+def _bits_per_byte(rows: AnswerRows) -> ObjectArray:
+    sizes = _target_bytes(rows)[rows.places].astype(np.float64)
     return rows.of_scored(-rows.logprobs[:, 0] / math.log(2) / sizes)
 
 
-def _evidence(rows: ResultRows) -> ObjectArray:
+def _evidence(rows: AnswerRows) -> ObjectArray:
     found = np.full(len(rows.numbers), None, object)
     for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
         if each.evidence is not None:
@@ -411,17 +426,18 @@ def _in_doubt(rows: ResultRows) -> ObjectArray:
     found = np.full(len(rows.numbers), None, object)
     for place in rows.places.tolist():
         found[place] = []
-    for own in rows.questions or [rows]:
-        doubt = doubtful(own.scores, own.schema.floors) if own.schema.floors else np.zeros(len(own.places), np.bool_)
-        for place in own.places[doubt].tolist():
-            found[place].append(own.schema.name or ANSWER)
+    for answers in rows.questions:
+        floors = answers.own.floors
+        doubt = doubtful(answers.scores, floors) if floors else np.zeros(len(answers.places), np.bool_)
+        for place in answers.places[doubt].tolist():
+            found[place].append(answers.own.key)
     return found
 
 
 # The contribution of each section of a prompt, the largest change first.
 EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
-_TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
-_CHOICES: Any = {"measures": (Measure.CHOICES,), "conditional": False}
+_TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,), "part": "label"}
+_CHOICES: Any = {"measures": (Measure.CHOICES,), "conditional": False, "part": "label"}
 _NUMBERED = (Measure.SHARES, Measure.CHANCES, Measure.VALUES)
 _WRITTEN: Any = {"group": "rationales", "conditional": False, "part": "answer"}
 
@@ -446,7 +462,7 @@ COLUMNS = (
     Column(
         "mean",
         pa.float64(),
-        lambda rows: rows.of_scored(rows.scores @ np.array(rows.schema.values)),
+        lambda rows: rows.of_scored(rows.scores @ np.array(rows.own.values)),
         group="ordered",
         part="label",
     ),
@@ -468,7 +484,7 @@ COLUMNS = (
     Column("target_bytes", pa.int64(), _target_bytes, **_TARGET),
     Column("target_words", pa.int64(), _of_text(lambda target: target.text_words), **_TARGET),
     Column("greedy", pa.bool_(), _of_target(lambda read: read.greedy), **_TARGET),
-    Column("bits_per_byte", pa.float64(), _bits_per_byte, measures=(Measure.LIKELIHOOD,)),
+    Column("bits_per_byte", pa.float64(), _bits_per_byte, measures=(Measure.LIKELIHOOD,), part="label"),
     Column(
         "token_logprobs",
         pa.list_(pa.float64()),
@@ -476,8 +492,9 @@ COLUMNS = (
         measures=(Measure.LIKELIHOOD,),
         group="token_logprobs",
         conditional=False,
+        part="label",
     ),
-    Column("likeliest", batches.LIKELIEST, _likeliest, measures=(Measure.TOKENS,), conditional=False),
+    Column("likeliest", batches.LIKELIEST, _likeliest, measures=(Measure.TOKENS,), conditional=False, part="label"),
     Column(
         "pair_scores",
         pa.list_(pa.float64()),
@@ -485,6 +502,7 @@ COLUMNS = (
         group="pair_scores",
         measures=_NUMBERED,
         conditional=False,
+        part="label",
     ),
     Column(
         "decisions",
@@ -492,6 +510,7 @@ COLUMNS = (
         lambda rows: rows.of_scored(rows.decisions),
         measures=(Measure.DECISIONS,),
         conditional=False,
+        part="label",
     ),
     Column(
         "label_mass",
@@ -515,14 +534,7 @@ COLUMNS = (
         group="orders",
         part="answer",
     ),
-    Column(
-        "review",
-        pa.list_(pa.string()),
-        _in_doubt,
-        group="review",
-        measures=(Measure.SHARES,),
-        conditional=False,
-    ),
+    Column("review", pa.list_(pa.string()), _in_doubt, group="review", conditional=False),
     Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
     Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
@@ -580,8 +592,21 @@ COLUMNS = (
 )
 
 
-def typed_answer(own: OutputSchema) -> Iterator[Column]:
-    """Yield the columns with the answer to a question, by its type; `of_question` names them."""
+def answer_columns(own: AnswerColumns) -> list[Column]:
+    """Return the columns of a question, in the order of `COLUMNS`; of one with a name the answer comes first, by its
+    type."""
+    found = [
+        column
+        for column in COLUMNS
+        if column.part != "row"
+        and (column.group is None or column.group in own.groups)
+        and len(own.labels) >= column.least_labels
+        and own.measure in column.measures
+    ]
+    return [*_typed_answer(own), *(each for each in found if each.part == "answer")] if own.name else found
+
+
+def _typed_answer(own: AnswerColumns) -> Iterator[Column]:
     several = pa.struct([(name, pa.float64()) for name in own.labels])
     if own.type == "predicate":
         yield Column("", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]))

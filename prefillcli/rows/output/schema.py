@@ -9,27 +9,18 @@ JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.errors import UsageError
-from prefillcli.rows.output import ANSWER, batches
+from prefillcli.rows.output import batches
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.batches import Responses
-from prefillcli.rows.output.columns import (
-    COLUMNS,
-    ROW,
-    ROW_COLUMN,
-    Column,
-    Groups,
-    ResultRows,
-    of_question,
-    typed_answer,
-)
+from prefillcli.rows.output.columns import COLUMNS, ROW, ROW_COLUMN, Column, Groups, answer_columns
 from prefillcli.rows.output.tallies import (
     AnswerTally,
     Counts,
@@ -41,14 +32,13 @@ from prefillcli.rows.output.tallies import (
 )
 from prefillcli.rows.records import ScoredRow
 from prefillcli.rows.values import text_of
-from prefillcli.stats.arrays import Float64Array
-from prefillcli.stats.labels import Measure, label_scores
+from prefillcli.stats.labels import Measure
 
 _PREDICTIONS = ("prediction", "audit_prediction")
 _TOLD = ("score", "prediction")  # what is counted of the answers to questions, under these names of every other output
 
 
-def _scale(own: OutputSchema) -> dict[str, str]:
+def _scale(own: AnswerColumns) -> dict[str, str]:
     # The metadata of the column with an expected level: the number that each level stands for.
     numbers = {
         name: int(value) if value.is_integer() else value for name, value in zip(own.labels, own.values, strict=True)
@@ -101,58 +91,43 @@ def _kind(text: str) -> str:
 class OutputSchema:
     """The columns of a job's output."""
 
-    labels: tuple[str, ...]
+    questions: tuple[AnswerColumns, ...]  # one or more; a question without a name is the only one
     id_name: str | None = None  # the carried column with the ids; None where rows are identified by their number
     # Id and kept columns as the parts have them; from JSON Lines every one is JSON text.
     carried: pa.Schema = field(default_factory=lambda: pa.schema([]))
     json_carried: bool = False  # whether the carried columns are JSON text
     # Whether such text is written as it is; else its values get the type that holds them.
     json_text: bool = False
-    truth: str | None = None  # the carried column with the right answers
     groups: Groups = frozenset()  # the groups of further columns, beside those of every output
-    measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
-    values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
-    # In an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
-    # are those of the first then.
-    questions: tuple[OutputSchema, ...] = ()
-    name: str = ""
-    type: str = ""  # of a question: predicate, choice or score
-    options: tuple[str | bool, ...] = ()  # what each of its answers says
     responses: Responses | None = None  # of a job whose rows are requests that are answered in the form of their API
-    # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
-    when: Callable[[ResultRows], Set[int]] | None = None
-    # For a question with the group `orders`, the numbers of its prompts in other orders, after those of all questions.
-    others: tuple[int, ...] = ()
-    # Whether the labels are classes of a head, so that their mass says nothing of the prompt.
-    classes: bool = False
-    # For the column `review`, the floor of each label; none where answers are not reviewed.
-    floors: tuple[float | None, ...] = ()
-
-    def with_floors(self, floors: Mapping[str, tuple[float | None, ...]]) -> OutputSchema:
-        """Return it with the floors of the questions of these names."""
-        questions = tuple(each.with_floors(floors) for each in self.questions)
-        return replace(self, floors=floors.get(self.name or ANSWER, ()), questions=questions)
 
     @property
-    def asked(self) -> tuple[OutputSchema, ...]:
-        """The columns of the answer to each prompt of a row."""
-        return (*self.questions, *(each for each in self.questions for _ in each.others)) or (self,)
+    def asked(self) -> tuple[AnswerColumns, ...]:
+        """The question of each prompt of a row."""
+        return (*self.questions, *(each for each in self.questions for _ in each.others))
 
-    def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
-        """Return the answers of a row, each with its columns."""
-        if self.lines is not None:  # as many as its line has pairs of texts, or questions
-            return ((self, each) for each in scored.answers)
-        return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
+    def answers_of(self, scored: ScoredRow) -> tuple[ScoredRow, ...]:
+        """Return the answers of a row to the prompts of its questions. The only one may have any number of prompts,
+        like the pieces of a text: the row as a whole answers it."""
+        return scored.answers if len(self.asked) > 1 else (scored,)
+
+    def answered(self, scored: ScoredRow) -> Iterable[tuple[AnswerColumns, ScoredRow]]:
+        """Return the answers to all prompts of a row, each with its question."""
+        asked = self.asked
+        return zip(asked if len(asked) > 1 else repeat(asked[0]), scored.answers, strict=False)
 
     def require_distinct(self, truths: Collection[str] = ()) -> None:
         """Raise UsageError if a carried column has the name of another column of the output. `truths` are those with
         right answers."""
         row = [ROW_COLUMN] if self.id_name is None else []
-        told = (f"{prefix}{name}" for own in self.questions for prefix in ("", f"{own.name}.") for name in _TOLD)
+        told = (
+            f"{prefix}{name}" for own in self.questions if own.name for prefix in ("", own.prefix) for name in _TOLD
+        )
         taken = [*row, *self.results.names, ROW, *told]
         for name in self.carried.names:
             if name in taken:
-                options = dict.fromkeys((self.truth, *truths), "--truth") | {self.id_name: "--id-column"}
+                truths = (*truths, *(own.truth for own in self.questions if own.truth))
+                options = dict.fromkeys(truths, "--truth") | {self.id_name: "--id-column"}
                 option = options.get(name, "--keep-columns")
                 raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
 
@@ -193,30 +168,19 @@ class OutputSchema:
 
     @property
     def columns(self) -> list[Column]:
-        """The columns that scoring adds; of some there is one for each label."""
+        """The columns that scoring adds; of some there is one for each label. Those of questions with a name are
+        first."""
         found = [
-            column
-            for column in COLUMNS
-            if (column.group is None or column.group in self.groups)
-            and len(self.labels) >= column.least_labels
-            and self.measure in column.measures
-        ]
-        if self.type:  # the answers to one of several questions
-            own = [column for column in found if column.part == "answer"]
-            return [*(each._replace(part="label") for each in typed_answer(self)), *own]
-        if not self.questions:
-            return found
-        answers = [
-            of_question(column, number, own.name)
+            (0 if own.name else COLUMNS.index(column), column.of_question(number, own))
             for number, own in enumerate(self.questions)
-            for column in own.columns
+            for column in answer_columns(own)
         ]
-        return [*answers, *(column for column in found if column.part == "row")]
-
-    @property
-    def answers(self) -> list[AnswerColumns]:
-        """The columns with the answers to each of several questions, and what they say of each label."""
-        return [AnswerColumns(own.name, own.type, own.labels, own.values) for own in self.questions]
+        found += [
+            (place, column)
+            for place, column in enumerate(COLUMNS)
+            if column.part == "row" and (column.group is None or column.group in self.groups)
+        ]
+        return [column for _, column in sorted(found, key=lambda each: each[0])]
 
     @property
     def results(self) -> pa.Schema:
@@ -225,28 +189,33 @@ class OutputSchema:
         return pa.schema(
             pa.field(name, column.type, metadata=_scale(scales[name]) if name in scales else None)
             for column in self.columns
-            for name in column.names(self.labels)
+            for name in column.names
         )
 
     @property
     def conditional(self) -> pa.Schema:
         """Names and types of the columns that a `RowCondition` may use."""
-        columns = [column for column in self.columns if column.conditional]
-        return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
+        return pa.schema(
+            [(name, column.type) for column in self.columns if column.conditional for name in column.names]
+        )
 
     @property
     def predictions(self) -> dict[str, Sequence[str]]:
         """The labels that each column with a prediction may have, by its name."""
-        if self.questions:
-            return {each.name: each.labels for each in self.questions if each.type == "choice"}
-        known = self.measure is not Measure.CHOICES and len(self.labels) > 1
-        return dict.fromkeys(_PREDICTIONS, self.labels) if known else {}
+        found: dict[str, Sequence[str]] = {own.name: own.labels for own in self.questions if own.type == "choice"}
+        for own in self.questions:
+            if not own.name and own.measure is not Measure.CHOICES and len(own.labels) > 1:
+                found |= dict.fromkeys(_PREDICTIONS, own.labels)
+        return found
 
     @property
     def means(self) -> list[str]:
         """The columns with the means of ordered labels."""
-        names = {"mean", *(own.name for own in self.questions if own.type == "score")}
-        return [column.name for column in self.columns if column.name in names]
+        return [
+            own.name or "mean"
+            for own in self.questions
+            if (own.type == "score" if own.name else "ordered" in own.groups)
+        ]
 
     @property
     def lines(self) -> Responses | None:
@@ -257,51 +226,39 @@ class OutputSchema:
     def _typed(self) -> bool:
         return self.json_carried and not self.json_text
 
-    @property
-    def _has_shares(self) -> bool:
-        several = len(self.labels) > 1 and self.lines is None
-        return self.measure is Measure.SHARES and not self.questions and several
-
-    def _label_shares(self, rows: pa.Table) -> Float64Array:
-        # The probability of each label in a job of labels [rows, labels]; at a temperature of 1 where only
-        # log-probabilities tell it.
-        if len(self.labels) == 2:
-            score = rows["score"].to_numpy()
-            return np.stack([score, 1 - score], axis=1)
-        told = "score" if "label_scores" in self.groups else "logprob"
-        found = np.stack([rows[f"{told}_{label}"].to_numpy() for label in self.labels], axis=1)
-        return found if told == "score" else label_scores(found)
-
     def count(self, counts: Counts, rows: pa.Table) -> Counts:
         """Add rows of parts to `counts`."""
-        first = f"{self.questions[0].name}." if self.questions else ""
-        shares = {ANSWER: self._label_shares(rows)} if self._has_shares else {}
-        for own in self.answers:
-            told = rows[own.column(own.source("score"))]
-            shares[own.name] = own.shares(told.to_pylist())
-            rows = rows.append_column(f"{own.name}.score", own.values_of("score", told))
-            rows = rows.append_column(f"{own.name}.prediction", own.values_of("prediction", told))
-        for name, told_shares in shares.items():
-            asked = next((own for own in self.questions if own.name == name), self)
-            mass = None if self.classes else f"{name}.label_mass" if self.questions else "label_mass"
-            tally = AnswerTally.of_rows(rows, told_shares, asked.labels, mass, self.id_name, self.json_carried)
-            counts.tallies.answers = summed(counts.tallies.answers, {name: tally})
+        for own in self.questions:
+            rows = self._count_answers(own, counts, rows)
+        first = self.questions[0].prefix
         if first:
             rows = rows.append_column("score", rows[f"{first}score"])
-        json_carried, means = self.json_carried, self.means
-        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=json_carried, means=means, first=first)
-        for each in self.questions:
-            if "audit" in each.groups:
-                counts.audits = summed(counts.audits, {each.name: audited_of(rows, f"{each.name}.")})
-            if "exits" in each.groups:
-                answered = rows.filter(pc.is_valid(rows[f"{each.name}.score"]))
-                layers = exit_layers_of(answered, f"{each.name}.")
-                counts.tallies.exit_layers = summed(counts.tallies.exit_layers, {each.name: layers})
-            if {"exits", "audit"} <= each.groups:
-                audited = audited_exits_of(rows, f"{each.name}.")
-                counts.audited_exits = summed(counts.audited_exits, {each.name: audited})
-            if "orders" in each.groups:
-                decided = rows[f"{each.name}.order_decided"].drop_null()
-                found = OrderRows(len(decided), pc.sum(decided).as_py() or 0)
-                counts.tallies.orders = summed(counts.tallies.orders, {each.name: found})
+        counts.add_rows(rows, id_name=self.id_name, json_carried=self.json_carried, means=self.means, first=first)
         return counts
+
+    def _count_answers(self, own: AnswerColumns, counts: Counts, rows: pa.Table) -> pa.Table:
+        # The rows with what is counted of the answers to a question.
+        if own.has_shares and self.lines is None:
+            shares = own.shares_in(rows)
+            if own.name:
+                told = rows[own.told[0]]
+                rows = rows.append_column(f"{own.name}.score", own.values_of("score", told))
+                rows = rows.append_column(f"{own.name}.prediction", own.values_of("prediction", told))
+            mass = None if own.classes else own.column("label_mass")
+            tally = AnswerTally.of_rows(rows, shares, own.labels, mass, self.id_name, self.json_carried)
+            counts.tallies.answers = summed(counts.tallies.answers, {own.key: tally})
+        if "audit" in own.groups:
+            audited = audited_of(rows, own.prefix, own.truth, self.json_carried)
+            counts.audits = summed(counts.audits, {own.key: audited})
+        if "exits" in own.groups:
+            scored = rows.filter(pc.is_valid(rows[f"{own.prefix}score"]))
+            layers = exit_layers_of(scored, own.prefix)
+            counts.tallies.exit_layers = summed(counts.tallies.exit_layers, {own.key: layers})
+        if {"exits", "audit"} <= own.groups:
+            flips = audited_exits_of(rows, own.prefix)
+            counts.audited_exits = summed(counts.audited_exits, {own.key: flips})
+        if "orders" in own.groups:
+            decided = rows[f"{own.name}.order_decided"].drop_null()
+            found = OrderRows(len(decided), pc.sum(decided).as_py() or 0)
+            counts.tallies.orders = summed(counts.tallies.orders, {own.key: found})
+        return rows

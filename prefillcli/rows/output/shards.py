@@ -26,6 +26,7 @@ from prefillcli.errors import (
 from prefillcli.rows.filesystems import WORK_ENDING, split_path
 from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard, parts, store
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.batches import Responses
 from prefillcli.rows.output.columns import ROW
 from prefillcli.rows.output.parts import PartIndex
@@ -105,17 +106,22 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
     return ShardFolder(shard, Target(target.path, target.format, shard).work)
 
 
-_OF_QUESTION = ("name", "type", "labels", "values", "options")  # of its columns, as JSON
+_OF_JOB = ("id_name", "json_carried")
+_OF_QUESTION = ("name", "type", "labels", "values", "temperature", "options", "truth", "classes")
 
 
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """Return an output's columns as JSON; whether JSON is written as text follows from the format."""
-    plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
-    plain |= {"classes": schema.classes, "responses": schema.lines and {"model": schema.lines.model}}
-    plain |= {"measure": schema.measure.value, "groups": sorted(schema.groups), "carried": _packed(schema.carried)}
+    plain = {name: getattr(schema, name) for name in _OF_JOB}
+    plain |= {
+        "responses": schema.lines and {"model": schema.lines.model},
+        "groups": sorted(schema.groups),
+        "carried": _packed(schema.carried),
+    }
     return plain | {
         "questions": [
-            {name: getattr(own, name) for name in _OF_QUESTION} | {"groups": sorted(own.groups)}
+            {name: getattr(own, name) for name in _OF_QUESTION}
+            | {"groups": sorted(own.groups), "measure": own.measure.value}
             for own in schema.questions
         ]
     }
@@ -124,18 +130,16 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
 def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """Return the columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything
     else."""
-    rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
-    rest["measure"] = Measure(content["measure"])
-    rest["questions"] = tuple(
-        OutputSchema(
+    questions = tuple(
+        AnswerColumns(
             **{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
-            | {"groups": frozenset(own["groups"])}
+            | {"groups": frozenset(own["groups"]), "measure": Measure(own["measure"])}
         )
         for own in content["questions"]
     )
-    rest["groups"] = frozenset(content["groups"])
+    rest = {"carried": _unpacked(content["carried"]), "groups": frozenset(content["groups"]), "questions": questions}
     rest["responses"] = None if (found := content["responses"]) is None else Responses(**found)
-    return OutputSchema(**rest, json_text=json_text)
+    return OutputSchema(**content | rest, json_text=json_text)
 
 
 def of_partitions(partitions: Partitions) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Tallies:
     likelihood: LikelihoodTally = field(default_factory=LikelihoodTally)
     means: dict[str, MeanTally] = field(default_factory=dict)  # by column
     orders: dict[str, OrderRows] = field(default_factory=dict)  # by question that is asked in both orders
-    # By question, the answers; a job of labels has them under the name `ANSWER`.
+    # By question, the answers; one without a name is called `ANSWER`.
     answers: dict[str, AnswerTally] = field(default_factory=dict)
     mass_rows: int = 0  # scored rows with a label mass
     mass_sum: float = 0.0  # their label masses together
@@ -196,8 +196,6 @@ class Tallies:
         if (mass := f"{first}label_mass") in names:
             masses = rows[mass].drop_null()
             found.mass_rows, found.mass_sum = len(masses), pc.sum(masses).as_py() or 0.0
-        if "exit_layer" in names:
-            found.exit_layers = {"": exit_layers_of(scored, "")}
         if "adapter" in names:
             found.adapters = _counted(pc.fill_null(scored["adapter"], ""))
         if (reason := f"{first}finish_reason") in names:
@@ -383,9 +381,7 @@ class Counts:
     score_sum: float = 0.0
     # Rows of `scored` whose results are those of an earlier output, as far as that is known.
     taken_over: int = 0
-    # Compressed rows that were read in full as well; in a job with exits, all rows of the audit.
-    audited: list[Audited] = field(default_factory=list)
-    # The same by question, of an output with several.
+    # By question, compressed rows that were read in full as well; in a job with exits, all rows of the audit.
     audits: dict[str, list[Audited]] = field(default_factory=dict)
     # By question, rows of the audit by the label that they have in full; empty for an output without exits.
     audited_exits: dict[str, dict[str, AuditedExits]] = field(default_factory=dict)
@@ -399,17 +395,16 @@ class Counts:
     def add_rows(
         self,
         rows: pa.Table,
-        truth: str | None = None,
         *,
         id_name: str | None = None,
         json_carried: bool = False,
         means: Sequence[str] = (),
         first: str = "",
     ) -> None:
-        """Count output rows by their columns `error` and `score`, tally them, and collect those of the audit.
+        """Count output rows by their columns `error` and `score`, and tally them.
 
-        `truth` and `id_name` are the carried columns with the right answer and the id, `json_carried` whether they
-        hold JSON. `means` and `first` are as for `Tallies.of_rows`.
+        `id_name` is the carried column with the id, `json_carried` whether it holds JSON. `means` and `first` are as
+        for `Tallies.of_rows`.
         """
         codes = _counted(rows["error"])
         scored, score_sum = len(rows) - rows["score"].null_count, pc.sum(rows["score"]).as_py() or 0.0
@@ -419,10 +414,6 @@ class Counts:
         found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means, first=first)
         if TAKEN_OVER in rows.column_names:
             found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
-        if f"{first}audit_score" in rows.column_names:
-            found.audited = audited_of(rows, first, truth, json_carried)
-        if {"exit_layer", "audit_score"} <= set(rows.column_names):
-            found.audited_exits = {"": audited_exits_of(rows, "")}
         self.add(found)
 
     def add(self, other: Counts) -> None:

@@ -85,7 +85,7 @@ def report_of(rows: pa.Table) -> RunReport:
     seconds = report.seconds
     seconds.total, seconds.load, seconds.model, seconds.tokenize = 20.0, 3.0, 15.0, 1.0
     report.memory_trace = MemoryTrace.of([(at / 5, (200 + at) << 20, at << 22) for at in range(100)])
-    report.audit = audit_of([(0.2, 0.7, True), (0.4, 0.3, False), (0.9, 0.8, True)] * 10)
+    report.audits["answer"] = audit_of([(0.2, 0.7, True), (0.4, 0.3, False), (0.9, 0.8, True)] * 10)
     report.settings = {"model": "some/model", "labels": "Yes,No", "limit": None, "keep_columns": ["a", "b"]}
     report.versions, report.fingerprint = {"torch": "2.8"}, {"input": "abc"}
     return report

@@ -16,17 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.rows.output.answers import AnswerColumns, answers_of, described
-from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import ANSWERS, Target
 from prefillcli.rows.records import ScoredRow, joined_row
 from prefillcli.stats.labels import label_probabilities
 from tests.unit.rows.outputs import FINGERPRINT, make_window, open_sink, read
 
 QUESTIONS = (
-    OutputSchema(labels=("Yes", "No"), name="fox", type="predicate", options=(True, False)),
-    OutputSchema(labels=("calm", "a 'b' \"c\"", "é.f"), name="tone", type="choice", options=("calm", "b", "f")),
-    OutputSchema(labels=("1", "2", "3"), name="stars", type="score", options=("1", "2", "3"), values=(1.0, 2.0, 5.0)),
-    OutputSchema(labels=("true", "false"), name="told", type="choice", options=(True, False)),
+    AnswerColumns(labels=("Yes", "No"), name="fox", type="predicate", options=(True, False)),
+    AnswerColumns(labels=("calm", "a 'b' \"c\"", "é.f"), name="tone", type="choice", options=("calm", "b", "f")),
+    AnswerColumns(labels=("1", "2", "3"), name="stars", type="score", options=("1", "2", "3"), values=(1.0, 2.0, 5.0)),
+    AnswerColumns(labels=("true", "false"), name="told", type="choice", options=(True, False)),
 )
 ASKED = st.lists(
     st.tuples(*(st.lists(st.floats(-40, 0), min_size=len(own.labels), max_size=len(own.labels)) for own in QUESTIONS)),
@@ -36,7 +35,7 @@ ASKED = st.lists(
 
 
 def answers(temperature: float = 1.0) -> list[AnswerColumns]:
-    return [AnswerColumns(own.name, own.type, own.labels, own.values, temperature) for own in QUESTIONS]
+    return [replace(own, temperature=temperature) for own in QUESTIONS]
 
 
 class Written:
@@ -52,7 +51,6 @@ class Written:
         fingerprint = FINGERPRINT | {ANSWERS: described(answers(temperature))}
         with open_sink(
             output,
-            labels=QUESTIONS[0].labels,
             questions=tuple(asked),
             fingerprint=fingerprint,
         ) as sink:
@@ -64,7 +62,7 @@ class Written:
         self.shares.append([None] * len(QUESTIONS))
 
     @staticmethod
-    def some() -> OutputSchema:
+    def some() -> AnswerColumns:
         return replace(QUESTIONS[2], when=lambda rows: set(rows.numbers.tolist()) - {1})
 
 
@@ -142,5 +140,5 @@ def test_columns_have_the_types_of_their_answers(tmp_path: Path, form: str) -> N
 
 
 def test_a_fingerprint_describes_the_answers() -> None:
-    assert answers_of(described(answers(2.0))) == answers(2.0)
+    assert answers_of(described(answers(2.0))) == [replace(own, options=()) for own in answers(2.0)]
     assert answers_of("") == []
