@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.output.target import Job, Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
-from prefillcli.scoring.shell import shell
+from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.labels import label_probabilities, log_shares_of
 
@@ -258,24 +258,16 @@ def print_calibration(calibration: Calibration, path: str) -> None:
 LEAST_ROWS = 10  # rows of each label that a calibration takes at least
 
 
-@dataclass
-class _Ending:
-    status: Literal["complete", "failed", "interrupted"] = "failed"
-    exit_code: int = 1
-    error: str | None = None
-    calibration: Calibration | None = None
-
-
 def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
     """Fit, report on stderr, and write the file; return the summary for the last line on stdout.
 
     Errors are reported on stderr, and become the exit code in the summary.
     """
-    ending = _Ending()
+    ending, calibration = Ended(), None
     with shell(ending, debug=settings.run.debug) as stop, stop.at_once():
         require_json(settings.fit.output)
         require_apart(settings)
-        calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
+        calibration = _fitted(settings, read_labelled_scores(settings))
         try:
             write_sealed(settings.fit.output, calibration.model_dump_json())
         except OSError as error:
@@ -283,7 +275,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
         ending.status, ending.exit_code = "complete", 0
         if not settings.run.quiet:
             print_calibration(calibration, without_secrets(settings.fit.output))
-    return _summary(ending, settings)
+    return _summary(ending, calibration, settings)
 
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
@@ -347,9 +339,8 @@ def _warn(calibration: Calibration) -> None:
         )
 
 
-def _summary(ending: _Ending, settings: CalibrateSettings) -> dict[str, Any]:
+def _summary(ending: Ended, calibration: Calibration | None, settings: CalibrateSettings) -> dict[str, Any]:
     line: dict[str, Any] = {"status": ending.status, "exit_code": ending.exit_code}
-    calibration = ending.calibration
     if calibration is not None and calibration.fitted_on is not None and ending.status == "complete":
         method = calibration.scaling.method
         before, after = calibration.held_out["none"], calibration.held_out[method]

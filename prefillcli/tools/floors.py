@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
-from prefillcli.scoring.shell import shell
+from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.acceptance import lowest_floor, lowest_floors
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
 from prefillcli.stats.labels import label_probabilities
@@ -234,24 +234,16 @@ def _missing(own: AnswerFloor) -> str:
     return f"answers are not right often enough at any probability: {own.right:,} of {own.rows:,}"
 
 
-@dataclass
-class _Ending:
-    status: Literal["complete", "failed", "interrupted"] = "failed"
-    exit_code: int = 1
-    error: str | None = None
-    floors: FloorFile | None = None
-
-
 def floors_job(settings: CalibrateSettings) -> dict[str, Any]:
     """Find the floors, report on stderr, and write the file; return the summary for the last line on stdout.
 
     Errors are reported on stderr, and become the exit code in the summary.
     """
-    ending = _Ending()
+    ending, floors = Ended(), None
     with shell(ending, debug=settings.run.debug) as stop, stop.at_once():
         require_json(settings.fit.output)
         require_apart(settings)
-        floors = ending.floors = _floors(settings)
+        floors = _floors(settings)
         try:
             write_sealed(settings.fit.output, floors.model_dump_json())
         except OSError as error:
@@ -269,7 +261,7 @@ def floors_job(settings: CalibrateSettings) -> dict[str, Any]:
         if not settings.run.quiet:
             print_floors(floors, without_secrets(settings.fit.output))
     line: dict[str, Any] = {"status": ending.status, "exit_code": ending.exit_code}
-    if ending.floors is not None and ending.status == "complete":
-        found = ending.floors.model_dump(include={"accuracy", "confidence", "questions"})
+    if floors is not None and ending.status == "complete":
+        found = floors.model_dump(include={"accuracy", "confidence", "questions"})
         line |= {"output": settings.fit.output, **found}
     return line | ({"error": ending.error} if ending.error else {})
