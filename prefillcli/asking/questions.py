@@ -28,7 +28,7 @@ from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.settings import DOCUMENT_COLUMNS, PromptSettings
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
-from prefillcli.rows.output.answers import AnswerColumns, described
+from prefillcli.rows.output.answers import described
 from prefillcli.rows.output.columns import ResultRows
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import ANSWERS
@@ -58,6 +58,7 @@ class QuestionAsking(Asking):
                 f"{settings.exits.exit_option}: a question with swap or orders has several prompts, whose flips are "
                 "not those of their mean\nleave one of them out"
             )
+        self.named = self.file.answers
         self._templates: Sequence[QuestionTemplates] = ()
         by_column = any(each.template is None for each in self.file.questions)
         if not by_column and "prompt_column" in settings.given:
@@ -106,9 +107,6 @@ class QuestionAsking(Asking):
                 "read the next token with --head vocabulary"
             )
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
-
-    def answers(self, labels: Labels) -> tuple[AnswerColumns, ...]:
-        return self.file.answers
 
     def builder(
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None

@@ -22,16 +22,28 @@ if TYPE_CHECKING:
     from prefillcli.rows.output.batches import Responses
 
 
+def by_labels(labels: Labels) -> AnswerColumns:
+    """Return the columns of the answers to a question without a name."""
+    return AnswerColumns(
+        labels=labels.names,
+        values=labels.question.values,
+        measure=labels.measure,
+        classes=isinstance(labels, ClassLabels),
+    )
+
+
 class Asking(ABC):
     """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one.
 
     `groups` of columns are added to the output. `carried` columns of the input go there, because what is written is
-    made of them. Those in `requests` hold requests of an API.
+    made of them. Those in `requests` hold requests of an API. `named` has the columns of the answers to questions with
+    names; without any, the only question is asked by labels.
     """
 
     groups: frozenset[Group]
     carried: Sequence[str] = ()
     requests: Sequence[str] = ()
+    named: tuple[AnswerColumns, ...] = ()
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
@@ -52,17 +64,6 @@ class Asking(ABC):
     @abstractmethod
     def labels(self, opened: Opened) -> Labels:
         """Return the answers after each prompt. Raise UsageError where the model cannot give them."""
-
-    def answers(self, labels: Labels) -> tuple[AnswerColumns, ...]:
-        """Return the columns of the answers to each question; the only one needs no name."""
-        return (
-            AnswerColumns(
-                labels=labels.names,
-                values=labels.question.values,
-                measure=labels.measure,
-                classes=isinstance(labels, ClassLabels),
-            ),
-        )
 
     @abstractmethod
     def builder(

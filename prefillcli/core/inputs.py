@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.core.asking import Asking, by_labels
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder
@@ -21,7 +22,6 @@ from prefillcli.rows.records import Prompt, Window
 from prefillcli.runtime import log, memory
 
 if TYPE_CHECKING:
-    from prefillcli.core.asking import Asking
     from prefillcli.models.open import Opened
 
 
@@ -185,7 +185,7 @@ class Inputs:
             )
 
         return OutputSchema(
-            questions=tuple(map(used, self.asking.answers(self.labels))),
+            questions=tuple(map(used, self.asking.named or (by_labels(self.labels),))),
             id_name=self.settings.ids.id_column,
             carried=self.source.carried_schema,
             json_carried=self.source.kind == "jsonl",
