@@ -13,7 +13,7 @@ Gains are by the cost model, with the measured cost of first models. Progress go
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -46,7 +46,7 @@ from prefillcli.reading.exits.proof import (
     work_of,
 )
 from prefillcli.rows.records import BEFORE
-from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.scorer import load_here, make_scorer
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from recipes.real_model import FOLDER
@@ -232,13 +232,12 @@ def collected(case: str, first: str, dtype: str) -> Arrays:
         flags: Arrays = {"inputs": [str(own.rows(Path(folder)))], "model": str(own.model()), "labels": own.labels}
         flags |= {"dtype": dtype, "chat": own.chat, "quiet": True, "output": f"{folder}/scores.parquet"}
         flags |= {"first": first} if first else {"exit": True}
-        opening = open_inputs(load_settings(ScoreSettings, flags, environment={}))
-        inputs = opening.inputs
-        scorer = make_scorer(inputs, opening.parts)
-        with scorer.loaded:
-            with inputs.windows(inputs.builder.close) as coming:
-                prompts = next(coming).prompts
-            load_here(scorer)
+        opened, parts = open_rows(load_settings(ScoreSettings, flags, environment={}))
+        inputs = open_inputs(opened, parts)
+        with inputs.windows(inputs.builder.close) as coming:
+            prompts = next(coming).prompts
+        with closing(load_here(inputs.opened, inputs.settings, inputs.labels)) as loaded:
+            scorer = make_scorer(inputs, parts, loaded)
             depth = inputs.opened.files.config.get_text_config().num_hidden_layers
             layers = () if first else observed_layers(depth)
             questions = [Request(prompt) for prompt in prompts[: COMPARED if first else None]]

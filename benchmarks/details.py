@@ -500,8 +500,8 @@ def _ready(data: Path, output: Path) -> tuple[float, float]:
     code = """
 import os, time
 from prefillcli import cli
-def ready(self):
-    load(self)
+def ready(self, *given):
+    load(self, *given)
     os.write(1, f"{time.time()} {time.process_time()}".encode())
     os._exit(0)
 begun = cli.load_options

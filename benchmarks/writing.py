@@ -46,7 +46,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prompts.templates import Beginnings
 from prefillcli.scoring.loading import load_models
-from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.stats.arrays import Float64Array, Int32Array
 from prefillcli.tools.bench.contest import interleaved, with_peak
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
@@ -305,7 +305,7 @@ def measure(
     settings: ScoreSettings, tokens: int, rounds: int, names: Sequence[str] = WAYS[1:]
 ) -> list[dict[str, Any]]:
     """Compare these ways on the rows of the settings: see `compare`."""
-    inputs = open_inputs(settings).inputs
+    inputs = open_inputs(*open_rows(settings))
     with closing(load_models(inputs.opened, settings)) as models:
         task = text_task(inputs, models, tokens)
         return compare(task, text_methods(names, models), rounds, inputs.opened.device)

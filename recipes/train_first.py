@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from prefillcli.core.inputs import Inputs
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows
 
 HELD_BACK = 10  # one row in so many
 WARM_UP = 20  # steps
@@ -59,21 +60,19 @@ class Course:
     seed: int = 0
 
 
-def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
+def read_lessons(report: Path) -> tuple[Inputs, list[Lesson]]:
     """The rows of a finished job that have all label log-probabilities, and what the job was opened with.
 
     Raises ValueError if there are none, or if two labels begin with the same token.
     """
     settings = ScoreSettings(**json.loads(report.read_text())["settings"])
-    opening = Opening(settings)
-    opening.open_source()
-    opening.open_models()
-    scored = pq.read_table(settings.files.output, columns=[f"logprob_{name}" for name in opening.inputs.labels.names])
+    inputs = open_inputs(*open_rows(settings))
+    scored = pq.read_table(settings.files.output, columns=[f"logprob_{name}" for name in inputs.labels.names])
     answers = np.column_stack([column.to_numpy(zero_copy_only=False) for column in scored.columns]).astype(np.float32)
     answers -= answers.mean(axis=1, keepdims=True)
     found: list[Lesson] = []
     at = 0  # the output has a row for each of the input, in its order
-    with opening.inputs.windows() as windows:
+    with inputs.windows() as windows:
         for window in windows:
             place = {int(row): at + number for number, row in enumerate(window.rows)}
             at += len(window.rows)
@@ -84,10 +83,10 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
                     raise ValueError("two labels begin with the same token: train with labels that differ in it")
                 if answer.isfinite().all():
                     found.append(Lesson(torch.from_numpy(prompt.tokens).long(), torch.tensor(heads), answer))
-    opening.inputs.builder.close()
+    inputs.builder.close()
     if not found:
         raise ValueError(f"{settings.files.output}: no row has the label log-probabilities of a full read")
-    return opening, found
+    return inputs, found
 
 
 def cut_model(model: PreTrainedModel, layers: int, attention: str = "sdpa") -> PreTrainedModel:
@@ -186,9 +185,9 @@ def train(model: PreTrainedModel, lessons: Sequence[Lesson], course: Course) -> 
 def make_first(report: Path, output: Path, course: Course) -> float:
     """Write a first model for jobs like the one of `report`; returns the correlation on rows that were held back."""
     torch.manual_seed(course.seed)
-    opening, lessons = read_lessons(report)
+    inputs, lessons = read_lessons(report)
     model = cut_model(
-        AutoModelForCausalLM.from_pretrained(opening.inputs.settings.lm.model, dtype=torch.float32), course.layers
+        AutoModelForCausalLM.from_pretrained(inputs.settings.lm.model, dtype=torch.float32), course.layers
     )
     Random(course.seed).shuffle(lessons)
     held, taught = lessons[: len(lessons) // HELD_BACK], lessons[len(lessons) // HELD_BACK :]
@@ -196,7 +195,7 @@ def make_first(report: Path, output: Path, course: Course) -> float:
     train(model, taught, course)
     found = measure(model, held, course) if held else float("nan")
     model.to(torch.bfloat16).save_pretrained(output)
-    opening.inputs.opened.tokenizer.save_pretrained(output)
+    inputs.opened.tokenizer.save_pretrained(output)
     return found
 
 

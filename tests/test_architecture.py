@@ -13,9 +13,14 @@ import typer
 
 from prefillcli import cli
 from prefillcli.command_line import is_long
+from prefillcli.core.inputs import Inputs, OpenRows
+from prefillcli.core.run import Run
+from prefillcli.core.scorer import LoadedModels, ModelScorer
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
 from prefillcli.scoring import identity
+from prefillcli.scoring.compose import Parts
+from prefillcli.scoring.score import ScoreJob
 from tests.house import FILES, MODULES, PACKAGE, ROLES, ROOT, circles, implementers, imported
 
 
@@ -205,3 +210,45 @@ def test_only_the_command_line_and_what_tells_of_options_asks_for_one_by_its_nam
                 assert ast.unparse(node.annotation) != "Any", (module, node.lineno)
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 assert not ast.unparse(node.args[0]).endswith("settings"), (module, node.lineno)
+
+
+# What a library of others, or this system, may have or not have.
+PROBED = {
+    "prefillcli.errors": {"model_copy"},
+    "prefillcli.library.session": {"name", "__arrow_c_stream__", "__arrow_c_array__"},
+    "prefillcli.models.files": {"embedding_size"},
+    "prefillcli.models.law": {"__dict__"},
+    "prefillcli.models.placement": {"compressor"},
+    "prefillcli.models.shape": {"sliding_window"},
+    "prefillcli.prompts.nursery": {"pidfd_open"},
+    "prefillcli.rows.output.tallies": {"_make"},
+    "prefillcli.runtime.cores": {"sched_getaffinity", "sched_setaffinity"},
+    "prefillcli.scoring.runners.worker": {"is_initialized"},
+    "prefillcli.walk.cuda_kernels": {"AuxRequest"},
+    "prefillcli.walk.narrow": {"prefill_int8_product"},
+    "prefillcli.walk.recurrent": {"goes_through"},
+}
+
+
+def test_no_object_of_ours_is_asked_what_it_has_by_now() -> None:
+    """A phase returns a value that is whole; what a run has not reached yet is None, in `core/run.py`'s `Reached`."""
+    for module, path in MODULES.items():
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        asked = [node.args for node in calls if ast.unparse(node.func) == "hasattr"]
+        asked += [node.args for node in calls if ast.unparse(node.func) == "getattr" and _of_ours(node)]
+        assert {_name(args[1]) for args in asked} <= PROBED.get(module, set()), module
+
+
+def _of_ours(call: ast.Call) -> bool:
+    # Whether an attribute that may be missing is asked of one of these.
+    words = ast.unparse(call.args[0]).replace("_", ".").split(".")
+    return len(call.args) > 2 and words[-1] in ("self", "run", "job", "inputs", "scorer", "pool", "sink", "reached")
+
+
+def _name(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+
+
+@pytest.mark.parametrize("kind", [OpenRows, Inputs, Run, LoadedModels, ModelScorer, Parts, ScoreJob])
+def test_what_a_phase_returns_is_whole(kind: Any) -> None:
+    assert kind.__dataclass_params__.frozen

@@ -23,7 +23,7 @@ from prefillcli.cli import app
 from prefillcli.errors import PrefillError
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import Settings, as_typed, details_of
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_rows
 from prefillcli.tools.bench.bench_job import _check as check_bench
 
 Values = dict[str, Any]
@@ -218,8 +218,7 @@ def open_job(command: str, settings: Any) -> None:
     if command == "bench":
         check_bench(settings.with_defaults())
     elif command in ("score", "inspect") or (command == "profile" and settings.input.inputs):
-        opening = Opening(settings, (settings.ids.id_column, *settings.files.keep_columns))
-        opening.open_source()
+        open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText
 from prefillcli.rows.values import brief_json, encode_json
 from prefillcli.stats.labels import Measure
-
-if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
 
 METHOD, URL, BODY = "method", "url", "body"  # of a line, beside its `BATCH_ID`
 MOST_TOP = 20  # log-probabilities that a body may ask for
@@ -124,12 +121,16 @@ class BatchAsking(LabelAsking):
         return LikeliestTokens(opened) if self._answers and not _scores_pairs(opened) else super().labels(opened)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        opened = inputs.opened
         models = served_names(self.settings, opened)
         if self._answers and _scores_pairs(opened):
-            pairs = self._pair_builder(inputs, settings)
+            pairs = self._pair_builder(opened, labels, settings)
             return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs)
         if opened.files.encoder:
             raise UsageError(
@@ -138,24 +139,23 @@ class BatchAsking(LabelAsking):
             )
         return RequestBuilder(opened.tokenizer, settings, models=models, answers=self._answers)
 
-    def _pair_builder(self, inputs: Inputs, settings: PromptSettings) -> PromptBuilder:
+    def _pair_builder(self, opened: Opened, labels: Labels, settings: PromptSettings) -> PromptBuilder:
         # The builder of prompts of pairs, as if they were rows.
-        if inputs.opened.files.encoder:
+        if opened.files.encoder:
             pairs = replace(settings, prompt_column=PAIR[0], pair_column=PAIR[1])
-            return prompt_builder(inputs.opened.tokenizer, pairs, PAIR)
-        found = super().builder(inputs, settings, PAIR, None)
+            return prompt_builder(opened.tokenizer, pairs, PAIR)
+        found = super().builder(opened, labels, settings, PAIR, None)
         if set(found.columns) != set(PAIR):
             found.close()
             raise UsageError(
-                f"{inputs.opened.files.origin}: its classification head is read, and its files do not show how a pair "
+                f"{opened.files.origin}: its classification head is read, and its files do not show how a pair "
                 "of texts becomes its prompt\nread the next token with --head vocabulary"
             )
         return found
 
-    def responses(self, inputs: Inputs) -> Responses | None:
+    def responses(self, opened: Opened, labels: Labels) -> Responses | None:
         if not self._answers:
             return None
-        labels = inputs.labels
         return Responses(self._lines, text_of=labels.text_of if isinstance(labels, LikeliestTokens) else None)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:

@@ -21,7 +21,6 @@ from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
 
 
@@ -45,9 +44,14 @@ class ChoiceAsking(Asking):
         return RowChoices(opened.tokenizer, self.settings, self.column)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        return prompt_builder(inputs.opened.tokenizer, settings, available, template=template)
+        return prompt_builder(opened.tokenizer, settings, available, template=template)
 
 
 class RowChoices(Labels):

@@ -32,8 +32,8 @@ from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
+    from prefillcli.rows.input.source import Source
 
 KINDS: Mapping[str, Kind] = {DECISIONS: "openai", SYSTEM_ONE: "systemone"}
 # The columns that prompts are made of here: of each question, and of the order of its options.
@@ -113,22 +113,30 @@ class DecisionAsking(Asking):
             )
         return QuestionChoices(opened.tokenizer, self.settings)
 
-    def responses(self, inputs: Inputs) -> Responses | None:
-        return Responses("files" in self.settings.groups(), served_names(self.settings, inputs.opened)[-1])
+    def responses(self, opened: Opened, labels: Labels) -> Responses | None:
+        return Responses("files" in self.settings.groups(), served_names(self.settings, opened)[-1])
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        if inputs.source.kind != "jsonl":
-            raise UsageError("requests with typed questions are read from JSON Lines\nwrite each on a line")
         return DecisionBuilder(
-            inputs.opened.tokenizer,
+            opened.tokenizer,
             settings,
             self.columns(available, None),
             carried=self.carried,
-            models=served_names(self.settings, inputs.opened),
+            models=served_names(self.settings, opened),
             orders=self.settings.asking.orders,
         )
+
+    def require_lines(self, source: Source) -> None:
+        """Raise UsageError unless the requests are lines of JSON."""
+        if source.kind != "jsonl":
+            raise UsageError("requests with typed questions are read from JSON Lines\nwrite each on a line")
 
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""

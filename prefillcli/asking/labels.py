@@ -18,8 +18,6 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
-    from prefillcli.models.files import Reranker
     from prefillcli.models.open import Opened
 
 PAIR = QUERY, DOCUMENT = "query", "document"  # the columns of a pair of texts
@@ -33,7 +31,6 @@ class LabelAsking(Asking):
         super().__init__(settings)
         self._values = settings.choices.label_values
         self._said: set[str] = set()
-        self._reranker: Reranker | None = None  # one whose prompts are made here, of pairs of columns
 
     @property
     def _own_prompt(self) -> bool:
@@ -54,12 +51,11 @@ class LabelAsking(Asking):
         return None if found is None else self._with_values(found)
 
     def labels(self, opened: Opened) -> Labels:
-        self._reranker = read_reranker(opened.files.path)
-        found = None
-        if self._reranker is not None and not self.settings.answers.labels_given:
+        reranker, found = read_reranker(opened.files.path), None
+        if reranker is not None and not self.settings.answers.labels_given:
             from prefillcli.asking.reranking import own_labels
 
-            found = own_labels(self._reranker, opened)
+            found = own_labels(reranker, opened)
         return self._with_values(found or answer_labels(opened, self.settings.answers))
 
     def _with_values(self, labels: Labels) -> Labels:
@@ -70,14 +66,18 @@ class LabelAsking(Asking):
         return labels
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        opened = inputs.opened
-        if self._reranker is not None:
+        if (reranker := read_reranker(opened.files.path)) is not None:  # its prompts are made of pairs of columns
             from prefillcli.asking.reranking import own_builder
 
             own = own_builder(
-                self._reranker, opened, settings, self.settings, available, asked=self._own_prompt, said=self._said
+                reranker, opened, settings, self.settings, available, asked=self._own_prompt, said=self._said
             )
             if own is not None:
                 return own
@@ -87,8 +87,8 @@ class LabelAsking(Asking):
         """Warn of labels or prompts that are not those of a reranker."""
         from prefillcli.asking.reranking import warn_of_labels, warn_of_name
 
-        if self._reranker is None:
+        if (reranker := read_reranker(opened.files.path)) is None:
             if not self._own_prompt:
                 warn_of_name(opened)
         elif self.settings.answers.labels_given:
-            warn_of_labels(self._reranker, opened, self.settings.answers.labels)
+            warn_of_labels(reranker, opened, self.settings.answers.labels)

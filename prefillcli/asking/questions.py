@@ -109,9 +109,14 @@ class QuestionAsking(Asking):
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        if getattr(inputs.labels, "digest", None) != self.file.digest:
+        if not isinstance(labels, QuestionLabels) or labels.digest != self.file.digest:
             raise UsageError(
                 f"--questions {self.settings.asking.questions}: the file is not as it was\nmake another Scorer"
             )
@@ -119,7 +124,7 @@ class QuestionAsking(Asking):
         templates, self._templates = self._templates or compiled(self.file, available, self._option), []
         if any(whole is None for whole, _ in templates):
             settings = replace(settings, prompt_column=self._document(available))
-        return QuestionsBuilder(inputs.opened.tokenizer, settings, available, self.file, templates)
+        return QuestionsBuilder(opened.tokenizer, settings, available, self.file, templates)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")

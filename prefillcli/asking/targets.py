@@ -34,7 +34,6 @@ from prefillcli.stats.arrays import Int32Array
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
 
 _TOGETHER = 512  # texts that are tokenised at a time
@@ -72,12 +71,17 @@ class TargetAsking(Asking):
         return Targets(opened.tokenizer, self.column, literal=self.settings.prompts.literal)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
         if template is not None:
             template.close()
         return TargetBuilder(
-            inputs.opened.tokenizer,
+            opened.tokenizer,
             settings,
             available,
             stride=self.settings.likelihood.stride,

@@ -14,7 +14,6 @@ from prefillcli.rows.output.columns import Group, added
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
     from prefillcli.prompts.builder import PromptBuilder
     from prefillcli.prompts.settings import PromptSettings
@@ -67,11 +66,17 @@ class Asking(ABC):
 
     @abstractmethod
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        """Return the builder of prompts for rows with the `available` columns. It takes the compiled `template`."""
+        """Return the builder of prompts for rows with the `available` columns, with these answers after them. It takes
+        the compiled `template`."""
 
-    def responses(self, inputs: Inputs) -> Responses | None:
+    def responses(self, opened: Opened, labels: Labels) -> Responses | None:
         """Return how answers are written in the form of an API; None where rows are no requests that ask for it."""
         return None
 

@@ -129,13 +129,14 @@ class FurtherQuestions:
     def of(
         cls,
         inputs: Inputs,
-        schema: OutputSchema,
         condition: Condition | None,
         follow_ups: Sequence[FollowUp],
+        probabilities: Mapping[str, Probabilities],
         chosen: Callable[[], int] = lambda: 0,
     ) -> FurtherQuestions | None:
-        """Return the questions of these follow-ups about the chosen rows of an output; None if there are none."""
-        choice = RowSelection(schema, condition, inputs.settings.answers.temperature, inputs.probabilities)
+        """Return the questions of these follow-ups about the chosen rows of an output with these calibrated
+        `probabilities`; None if there are none."""
+        choice = RowSelection(inputs.schema, condition, inputs.settings.answers.temperature, probabilities)
         askers = [asker for each in follow_ups if (asker := each.further(inputs, choice)) is not None]
         return cls(choice, askers, chosen) if askers else None
 

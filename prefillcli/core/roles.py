@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefillcli.core.further import Condition, Further, RowSelection, WantedRow
-    from prefillcli.core.inputs import Inputs
-    from prefillcli.core.run import Run
+    from prefillcli.core.inputs import Inputs, OpenRows
+    from prefillcli.core.run import Reached, Run
+    from prefillcli.prompts.labels import Labels
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
     from prefillcli.rows.output.columns import Group
     from prefillcli.rows.output.schema import OutputSchema
-    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 
@@ -59,16 +59,15 @@ class FollowUp(JobPart, ABC):
 class Judge(JobPart):
     """Judges the answers, in the report and its exit code."""
 
-    def check(self, inputs: Inputs) -> None:
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
         """Check the labels: first by their names alone, before torch is imported, then as they are. Raise UsageError
-        if their answers cannot be judged."""
+        if their answers, in an output with this schema, cannot be judged."""
 
     def ended(self, run: Run) -> None:
         """Evaluate the whole output, and write the files beside it."""
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        """Put its figures into the report of a run that is over, however it ended. `counts` are the output's; None
-        where it was not opened."""
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        """Put its figures into the report of a run that is over, however it ended, by what it has `reached`."""
 
     def shard_plan(self) -> Mapping[str, Any]:
         """Return what `merged` needs to know about a shard's job."""

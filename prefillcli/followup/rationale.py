@@ -31,7 +31,7 @@ from prefillcli.walk.continuations import Beginning, Continuation, DecodingRepor
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.models import Models
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.engines.base import Answer
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
@@ -440,20 +440,19 @@ class RationaleFollowUp(FollowUp, Judge):
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
 
     def ended(self, run: Run) -> None:
-        if self.settings.evaluation.show_text and not run.inputs.schema().questions[0].name:
-            self._shown = written_rows(run.sink.location, run.inputs.groups, self.settings.ids.id_column)
+        if self.settings.evaluation.show_text and not run.inputs.schema.questions[0].name:
+            self._shown = written_rows(run.sink.location, run.inputs.rows.groups, self.settings.ids.id_column)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        pool = getattr(getattr(run, "scorer", None), "pool", None)
+    def reported(self, report: RunReport, reached: Reached) -> None:
         use = RationaleUse.of(
-            None if pool is None else pool.used().decoded,
+            None if reached.models is None else reached.models.pool.used().decoded,
             self.settings.rationales.speculation if self.settings.rationales.rationale else None,
         )
         use.shown = list(self._shown)
-        if counts is not None:
-            use.take_plan(run.sink.plan)
-            use.take(counts)
-        run.report.rationales = use
+        if reached.sink is not None:
+            use.take_plan(reached.sink.plan)
+            use.take(reached.sink.counts)
+        report.rationales = use
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -24,7 +24,7 @@ from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
 from prefillcli.rows.output import ANSWER
-from prefillcli.rows.output.columns import added
+from prefillcli.rows.output.columns import Probabilities, added
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.records import Prompt, RowBatch
 from prefillcli.runtime import log
@@ -34,11 +34,11 @@ from prefillcli.stats.labels import LEAST_LOG, label_probabilities, log_shares_o
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import PlanEngine
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.tallies import Counts
+    from prefillcli.rows.output.schema import OutputSchema
 
 SCHEMA_VERSION: Final = 1
 
@@ -456,19 +456,18 @@ def require_fitting(option: str, path: str, job: Mapping[str, str], fingerprint:
 OPTION = "--calibrate-with"
 
 
-def content_free_prompts(settings: JobSettings, inputs: Inputs) -> list[Prompt]:
-    """Return the prompts of each text of `--calibrate-with`, as of a row; none without any.
+def content_free_prompts(inputs: Inputs) -> list[Prompt]:
+    """Return the prompts of each text of `--calibrate-with`, as of a row.
 
     The text takes the place of the columns that hold text, among those that prompts are made of, or of those in
     `calibrate_columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
     UsageError if that is not so, or if no prompt can be made.
     """
-    texts, builder, asked = settings.probabilities.calibrate_with, inputs.builder, inputs.schema().asked
-    if not texts:
-        return []
+    settings, builder, asked = inputs.settings, inputs.builder, inputs.schema.asked
+    texts = settings.probabilities.calibrate_with
     used = {part: builder.of_part(part, inputs.labels)[0].columns for part in range(len(asked))}
     names = tuple(dict.fromkeys(name for own in used.values() for name in own))
-    what = "template" if inputs.settings.prompts.template is not None else "prompt"
+    what = "template" if settings.prompts.template is not None else "prompt"
     for name in settings.probabilities.calibrate_columns:
         if name not in names:
             listed = ", ".join(names) or "none"
@@ -501,7 +500,7 @@ def contextual_calibrations(inputs: Inputs, engine: PlanEngine, tick: Tick) -> l
     A question in several orders has the mean of their answers, as in a row. Raises PrefillError if one is not a
     number.
     """
-    schema = inputs.schema()
+    schema = inputs.schema
     requests = [Request(prompt) for prompt in inputs.common]
     too_long = max(request.size for request in requests)
     if too_long > engine.limits.max_tokens:
@@ -565,10 +564,10 @@ class Calibrating(Judge):
         self.calibrations: list[Calibration] = []
         check_calibration(settings)
 
-    def open(self, inputs: Inputs) -> None:
-        """Read the file, for labels that are known. Raises UsageError."""
-        asked = {own.name: own for own in inputs.schema().questions}
-        inputs.calibrated = tuple(asked)
+    def open(self, schema: OutputSchema) -> Collection[str]:
+        """Read the file, for an output with this schema. Return the names of the questions that have calibrated
+        probabilities. Raises UsageError."""
+        asked = {own.name: own for own in schema.questions}
         if self.settings.probabilities.calibration is not None:
             labels = {name: own.labels for name, own in asked.items()}
             found = read_calibration(self.settings.probabilities.calibration, labels)
@@ -577,8 +576,9 @@ class Calibrating(Judge):
                     f"--calibration: the question {found.question} is asked in both orders, and a mean of two answers "
                     f"is not calibrated\nleave it or swap out, or calibrate it with {OPTION}"
                 )
-            self._use([found], inputs)
-            inputs.calibrated = (found.question,)
+            self.calibrations = [found]
+            return (found.question,)
+        return tuple(asked)
 
     def identity(self) -> Mapping[str, str]:
         """Return its part of the job's fingerprint."""
@@ -595,20 +595,20 @@ class Calibrating(Judge):
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
         if self.settings.probabilities.calibration is not None:
             return
-        inputs = scorer.inputs
-        if CONTENT_FREE in scorer.earlier:
-            found = [Calibration.model_validate(each) for each in scorer.earlier[CONTENT_FREE]]
+        plans = scorer.plans
+        if CONTENT_FREE in plans.plan:
+            self.calibrations = [Calibration.model_validate(each) for each in plans.plan[CONTENT_FREE]]
         else:
-            found = contextual_calibrations(inputs, scorer.pool, tick)
-        self._use(found, inputs)
-        scorer.plan = {**scorer.plan, CONTENT_FREE: [each.model_dump(mode="json") for each in found]}
+            self.calibrations = contextual_calibrations(scorer.inputs, scorer.pool, tick)
+        plans.save_plan({**plans.plan, CONTENT_FREE: [each.model_dump(mode="json") for each in self.calibrations]})
 
-    def _use(self, calibrations: list[Calibration], inputs: Inputs) -> None:
-        self.calibrations = calibrations
-        inputs.probabilities = {each.question: each.probabilities for each in calibrations}
+    @property
+    def probabilities(self) -> Mapping[str, Probabilities]:
+        """What makes the calibrated probabilities of the rows, by the name of the question."""
+        return {each.question: each.probabilities for each in self.calibrations}
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.calibrations = {each.question or ANSWER: each.use() for each in self.calibrations}
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        report.calibrations = {each.question or ANSWER: each.use() for each in self.calibrations}
 
 
 def section(report: RunReport) -> Section | None:

@@ -40,12 +40,13 @@ from prefillcli.stats.labels import Measure, label_probabilities
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
-    from prefillcli.core.run import Run
+    from prefillcli.core.inputs import OpenRows
+    from prefillcli.core.run import Reached, Run
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.prompts.labels import Labels
     from prefillcli.reading.exits.exits import Exits
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.tallies import Counts
+    from prefillcli.rows.output.schema import OutputSchema
 
 CONFIDENCE: Final = 0.95
 _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution
@@ -258,25 +259,14 @@ class EstimateUse(BaseModel):
     shares: list[LabelShare]
 
 
-def is_known(run: Run) -> bool:
-    """Return whether the job has its estimate."""
-    return PLAN in run.sink.plan
-
-
-def stored(run: Run) -> EstimateUse | None:
-    """Return the estimate of a job, from its plan."""
-    sink = getattr(run, "sink", None)
-    found = None if sink is None else sink.plan.get(PLAN)
-    return None if found is None else EstimateUse.model_validate(found)
-
-
 def _asked(run: Run) -> Sequence[Labels]:
     # The labels of each question; further prompts of a row ask the same ones in other orders.
-    return run.inputs.labels.asked[: len(run.inputs.schema().questions)]
+    return run.inputs.labels.asked[: len(run.inputs.schema.questions)]
 
 
-def estimate(run: Run, exits: Exits | None) -> None:
-    """Make the estimate of a job whose output is finished, and keep it in the plan."""
+def estimate(run: Run, exits: Exits | None, scorer: ModelScorer | None) -> None:
+    """Make the estimate that `--estimate` asks for, of a job whose output is finished, and keep it in the plan. The
+    first models of the `exits` are those of the `scorer`; None: there are none."""
     drawn = run.inputs.source.selection().within(0, run.inputs.source.count())
     numbers, finals, seconds = _answers(run, drawn)
     if not len(numbers):
@@ -284,7 +274,7 @@ def estimate(run: Run, exits: Exits | None) -> None:
         return
     read = len(numbers)
     rows = max(round(run.inputs.source.count() * read / len(drawn)), read)
-    guesses = _guesses(run, exits, numbers, finals, drawn) if len(drawn) < run.inputs.source.count() else None
+    guesses = _guesses(run, exits, scorer, numbers, finals, drawn) if len(drawn) < run.inputs.source.count() else None
     rows = rows if guesses is None else read + guesses.others
     more = read * guesses.seconds / seconds if guesses is not None and seconds else 0.0
     shares = []
@@ -306,13 +296,13 @@ def estimate(run: Run, exits: Exits | None) -> None:
         guessed_by=cast("Any", ", ".join(sorted(kinds)) or None),
         shares=shares,
     )
-    run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
+    run.sink.save_plan(run.sink.plan | {PLAN: use.model_dump(mode="json")})
 
 
 def estimate_audited(run: Run) -> None:
     """Make the estimate of a job with exits, from its finished output."""
     names = ("prediction", "exit_layer", "audit_prediction")
-    asked = [each for each in run.inputs.schema().questions if each.when is None and each.has_shares]
+    asked = [each for each in run.inputs.schema.questions if each.when is None and each.has_shares]
     columns = [f"{each.prefix}{name}" for each in asked for name in names]
     table = pa.concat_tables(run.sink.tables([*columns, "error"]))
     table = table.filter(pc.is_null(table["error"]))
@@ -336,7 +326,7 @@ def estimate_audited(run: Run) -> None:
     use = EstimateUse(
         rows=rows, read_rows=read, audited_rows=audits, guessed_rows=guessed, guessed_by="exits", shares=shares
     )
-    run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
+    run.sink.save_plan(run.sink.plan | {PLAN: use.model_dump(mode="json")})
 
 
 def label_share(question: str, label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
@@ -381,7 +371,12 @@ class _Guesses:
 
 
 def _guesses(
-    run: Run, exits: Exits | None, numbers: Int64Array, finals: Sequence[Float64Array], drawn: Int64Array
+    run: Run,
+    exits: Exits | None,
+    scorer: ModelScorer | None,
+    numbers: Int64Array,
+    finals: Sequence[Float64Array],
+    drawn: Int64Array,
 ) -> _Guesses | None:
     # The guesses about all rows; None where nothing is cheaper than the model. First the rows with these numbers are
     # read, to which the guessers are fitted, then all that were not drawn.
@@ -391,13 +386,12 @@ def _guesses(
         # Of each question by each reader.
         nonlocal seconds
         begun = time.monotonic()
-        found = () if exits is None else exits.glance(run.scorer, prompts, run.tick)
+        found = () if exits is None or scorer is None else exits.glance(scorer, prompts, run.tick)
         seconds += time.monotonic() - begun
         places = [[at for at, prompt in enumerate(prompts) if prompt.part == part] for part in range(len(finals))]
         return [[readings_of([each[at] for at in own]) for each in found] for own in places]
 
-    again = run.reopen(run.settings.with_options({"sample": None}))  # the job's own has the drawn rows alone
-    source, builder = again.source, again.new_builder()
+    source, builder = run.inputs.again(whole=True)  # the job's own source has the drawn rows alone
     try:
         own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, labels)[0]]
         if not (labelled := read(own))[0]:
@@ -479,40 +473,31 @@ def _cost(use: EstimateUse) -> str:
 
 
 class Estimating(Judge):
-    """The estimate of a job, by the rows that it has read and the first models of its `exits`."""
+    """The estimate of a job, by the rows that it has read."""
 
-    def __init__(self, settings: JobSettings, exits: Exits | None) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
-        self._exits = exits
 
-    def check(self, inputs: Inputs) -> None:
-        labels = inputs.labels
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
         if self.settings.estimate.estimate is None:
             return
-        if labels.measure is not Measure.SHARES or inputs.schema().lines is not None:
+        if labels.measure is not Measure.SHARES or schema.lines is not None:
             raise UsageError(
                 "--estimate: it is about answers that all rows may have, in this program's own columns\n"
                 "leave it out, or ask with --labels or --questions"
             )
-        if any(each.when is not None for each in inputs.schema().questions):
+        if any(each.when is not None for each in schema.questions):
             raise UsageError("--estimate: whether a question with when is asked depends on others\nleave it out")
 
-    def finished(self, run: Run) -> None:
-        """Make the estimate that `--estimate` asks for, once all rows are written, while the models are still
-        loaded."""
-        if self.settings.estimate.estimate is not None:
-            with run.clock.phase("evaluate"):
-                estimate(run, self._exits)
+    def is_missing(self, run: Run) -> bool:
+        """Return whether `--estimate` asks for an estimate that the job does not have yet."""
+        return self.settings.estimate.estimate is not None and PLAN not in run.sink.plan
 
     def ended(self, run: Run) -> None:
         if self.settings.estimate.estimate is None:
             with run.clock.phase("evaluate"), run.stop.at_once():
                 estimate_audited(run)
-        elif not is_known(run):  # an earlier attempt ended after its last row
-            with run.scorer.loaded:
-                if self.settings.exits.first:
-                    run.load_models()
-                self.finished(run)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.estimate = None if counts is None else stored(run)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        found = None if reached.sink is None else reached.sink.plan.get(PLAN)
+        report.estimate = None if found is None else EstimateUse.model_validate(found)

@@ -63,9 +63,10 @@ from prefillcli.stats.intervals import Estimate
 from prefillcli.stats.labels import Measure, label_probabilities
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.inputs import Inputs, OpenRows
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.schema import OutputSchema
     from prefillcli.rows.output.target import Manifest
 
 
@@ -329,10 +330,10 @@ def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvalu
     """
     rows = [*evaluation.surest_wrong, *evaluation.near_threshold]
     named = {_name(row) for row in rows}
-    builder = inputs.new_builder()
+    source, builder = inputs.again()
     try:
         id_column = inputs.settings.ids.id_column
-        prompts = find_prompts(inputs.source, builder, inputs.labels, named=named, id_column=id_column, part=part)
+        prompts = find_prompts(source, builder, inputs.labels, named=named, id_column=id_column, part=part)
     finally:
         builder.close()
     decode = Encoder(inputs.opened.tokenizer).decode
@@ -888,9 +889,8 @@ class Evaluating(Judge):
         self.carried = [*settings.truth_columns.values(), *([] if choices is None else [choices])]
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
-    def check(self, inputs: Inputs) -> None:
-        labels = inputs.labels.asked
-        answers = {own.name: (number, own) for number, own in enumerate(inputs.schema().questions)}
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
+        answers = {own.name: (number, own) for number, own in enumerate(schema.questions)}
         for name, column in self.settings.truth_columns.items():
             if name not in answers:
                 raise UsageError(
@@ -898,9 +898,9 @@ class Evaluating(Judge):
                     f"there are {', '.join(answers)}"
                 )
             number, own = answers[name]
-            self._plans[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
+            self._plans[number] = EvaluationPlan.of(self.settings, labels.asked[number], own, column)
         for plan in self._plans.values():
-            require_labels(inputs.source, plan)
+            require_labels(rows.source, plan)
 
     def shard_plan(self) -> Mapping[str, Any]:
         return {PLAN: [plan.to_json() for plan in self._plans.values()]}

@@ -19,7 +19,7 @@ from prefillcli.stats.evaluation import correlation
 from prefillcli.stats.intervals import Estimate, share_estimate
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.target import Manifest
 
@@ -123,8 +123,8 @@ class QuestionJudge(Judge):
         with run.clock.phase("evaluate"), run.stop.at_once():
             _correlate(run.report, run.sink.location, self._names)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.orders = orders_of(counts)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        report.orders = orders_of(reached.counts)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:

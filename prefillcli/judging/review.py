@@ -36,9 +36,11 @@ from prefillcli.stats.acceptance import RISK, Acceptance
 from prefillcli.stats.arrays import BoolArray
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.inputs import OpenRows
     from prefillcli.core.run import Run
+    from prefillcli.prompts.labels import Labels
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.schema import OutputSchema
 
 Value = bool | int | str
 """An answer: the name of a label or an option, true or false, or the number of a level."""
@@ -174,18 +176,22 @@ class Reviewing(Judge):
         if file is not None and (format_of(file) is None or file.endswith("/")):
             raise UsageError(f"unknown ending of {FILE_OPTION} {file}\nuse {', '.join(FILE_ENDINGS)}")
 
-    def check(self, inputs: Inputs) -> None:
-        inputs.floors = floors_of(self._floors, {own.key: _answers(own) for own in inputs.schema().questions})
+    def floors(self, schema: OutputSchema) -> Mapping[str, tuple[float | None, ...]]:
+        """Return the floors of the labels of each question, below which answers are reviewed. Raises UsageError."""
+        return floors_of(self._floors, {own.key: _answers(own) for own in schema.questions})
+
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
+        self.floors(schema)
         if self.settings.review.review is not None:
-            self._tell(inputs)
-            own = {name for each in _reviewed(inputs) for name in each.names}
-            for name in inputs.carried:
+            self._tell(rows)
+            own = {name for each in _reviewed(labels, schema) for name in each.names}
+            for name in rows.carried:
                 if name in own:
                     raise UsageError(f"{FILE_OPTION}: its file has a column {name} already\nrename it in the input")
 
-    def _tell(self, inputs: Inputs) -> None:
+    def _tell(self, rows: OpenRows) -> None:
         # Warn once of a file that has no texts to read.
-        if not self._told and not set(inputs.carried) - {self.settings.ids.id_column, *inputs.source.partition_keys}:
+        if not self._told and not set(rows.carried) - {self.settings.ids.id_column, *rows.source.partition_keys}:
             self._told = True
             log.warning(
                 f"{FILE_OPTION} {self.settings.review.review}: it will not have what the rows are about, only their "
@@ -215,7 +221,7 @@ class Reviewing(Judge):
                 unanswered += len(table) - table["error"].null_count
             if path is not None:
                 folders = run.inputs.source.partition_keys if self.settings.files.partition else ()
-                write_review(path, run.sink, _reviewed(run.inputs), folders)
+                write_review(path, run.sink, _reviewed(run.inputs.labels, run.inputs.schema), folders)
         run.report.review = ReviewUse(
             rows=rows, questions=dict(sorted(questions.items())), file=path, unanswered=unanswered
         )
@@ -256,10 +262,10 @@ class _Reviewed:
         return reason(self.own.key, "no floor is proven" if floor is None else f"below {floor:g}")
 
 
-def _reviewed(inputs: Inputs) -> list[_Reviewed]:
+def _reviewed(labels: Labels, schema: OutputSchema) -> list[_Reviewed]:
     # The questions of a job, as a review file has them.
-    pairs = zip(inputs.schema().questions, inputs.labels.asked, strict=False)
-    return [_Reviewed(own, _asked(labels.question)) for own, labels in pairs]
+    pairs = zip(schema.questions, labels.asked, strict=False)
+    return [_Reviewed(own, _asked(each.question)) for own, each in pairs]
 
 
 def _asked(question: Question) -> str:

@@ -28,9 +28,8 @@ from prefillcli.runtime import log
 from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.tallies import Counts
 
 
 class SinceUse(BaseModel):
@@ -256,22 +255,22 @@ class Earlier(Judge):
         self.settings = settings
         self._found: FoundOutput | None = None
 
-    def find(self, run: Run) -> None:
-        """Find the output, once the job's fingerprint is known. Raises OutputConflictError for that of another job."""
-        self._found, run.report.since = find_earlier(self.settings, run.output, run.report.fingerprint)
+    def find(self, report: RunReport, output: str) -> None:
+        """Find the output, once the job's fingerprint is in the report. Raises OutputConflictError for that of another
+        job."""
+        self._found, report.since = find_earlier(self.settings, output, report.fingerprint)
 
     def open(self, run: Run) -> EarlierOutput | None:
-        """Return the rows of the output that was found; None if there is none. Raises as `EarlierOutput`."""
+        """Return the rows of the output that was found; None if there is none. Close them. Raises as
+        `EarlierOutput`."""
         if self._found is None:
             return None
         with run.clock.phase("read"), run.stop.at_once():
-            earlier = EarlierOutput(self._found, run.sink.schema, run.sink.local_folder)
-        run.scorer.loaded.callback(earlier.close)
-        return earlier
+            return EarlierOutput(self._found, run.sink.schema, run.sink.local_folder)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        if counts is not None:
-            _count(run.report, counts.taken_over)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.counts is not None:
+            _count(report, reached.counts.taken_over)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:

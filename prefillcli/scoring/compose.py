@@ -43,7 +43,7 @@ from prefillcli.reading.exits import report as exit_report
 from prefillcli.reading.exits.exits import Exits
 from prefillcli.report.run import RunReport, weights_section
 from prefillcli.report.section import Section
-from prefillcli.rows.output.columns import Group
+from prefillcli.rows.output.columns import Group, Probabilities
 from prefillcli.rows.output.schema import OutputSchema
 
 
@@ -83,6 +83,11 @@ class Parts:
         """Columns of the input that go to the output because a part needs them there."""
         return [name for each in self._all for name in each.carried]
 
+    @property
+    def probabilities(self) -> Mapping[str, Probabilities]:
+        """What makes the calibrated probabilities of the rows, by the name of the question."""
+        return {} if self.calibration is None else self.calibration.probabilities
+
     def condition(self, schema: OutputSchema) -> Condition | None:
         """Return the condition by which scored rows of an output with this schema are asked about further; None for
         all."""
@@ -102,7 +107,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     leaving = Exits(settings, read_as) if leaves_early(settings) else None
     taken = Earlier(settings)
     probabilities = Calibrating(settings) if settings.probabilities.calibrates else None
-    shares = Estimating(settings, leaving) if _estimates(settings) else None
+    shares = Estimating(settings) if _estimates(settings) else None
     rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
     floors = settings.review.review_below
     reviewing = None if floors is None else Reviewing(settings, floors)

@@ -23,7 +23,7 @@ from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Progress, duration
 from prefillcli.runtime.memory import available_memory, peak_memory
 from prefillcli.scoring.loading import plan_weights
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.path_table import dry_run_report, output_of, require_apart
 from prefillcli.scoring.pipes import piped
 from prefillcli.scoring.shell import conclude, shell
@@ -100,18 +100,16 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             require_apart(settings)
         if pipe.output is None or settings.files.report is not None:
             report.report = dry_run_report(output, settings.files.report, settings.files.shard_of)
-        opening = Opening(settings, (settings.ids.id_column, *settings.files.keep_columns))
-        inputs = opening.inputs
         with stop.at_once():
-            opening.open_source()
-            opening.open_models()
+            rows, parts = open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
+            inputs = open_inputs(rows, parts)
             costs = _costs(inputs, granularity, report)
         size = WindowSize(granularity.window_rows, batch_rows=granularity.batch_rows)
-        rows = inputs.source.expected_rows if settings.files.shard_of is None else None
-        progress = Progress(rows, interval=settings.run.progress_interval, quiet=settings.run.quiet)
+        expected = inputs.source.expected_rows if settings.files.shard_of is None else None
+        progress = Progress(expected, interval=settings.run.progress_interval, quiet=settings.run.quiet)
         with progress, stop.at_once():
             report.survey = survey(inputs, inputs.windows(inputs.builder.close, size=size), costs, progress.advance)
-            if (exits := opening.parts.exits) is not None:
+            if (exits := parts.exits) is not None:
                 report.outlooks["exits"], lines = outlook_of(inputs, report.survey, exits.profile)
         counts = report.survey.rows.counts
         empty = settings.files.shard is None and counts.total == 0

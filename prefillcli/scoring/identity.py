@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefillcli.core.inputs import Inputs
+from prefillcli.core.inputs import Inputs, OpenRows
 from prefillcli.models import adapters
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened, dtype_name
@@ -142,14 +142,14 @@ def asked(settings: JobSettings) -> str:
     return hash_value([[name, str(settings.value(name))] for name in names])
 
 
-def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
+def is_same(rows: OpenRows, models: LocalModels, job: Job) -> bool:
     """Return whether the job of an output is surely that of an opening whose models are not open yet, because its
     options, input and model are the same. Errors of reading pass through."""
     known = job.fingerprint
     return (
-        job.asked == asked(inputs.settings)
+        job.asked == asked(rows.settings)
         and known.get("model") in models.digests.values()
-        and known.get("input") == inputs.source.fingerprint()
+        and known.get("input") == rows.source.fingerprint()
     )
 
 

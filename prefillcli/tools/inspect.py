@@ -31,9 +31,10 @@ from prefillcli.rows.output.tallies import shown_ids
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window, joined_row, unasked
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
+from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.loading import load_walk
 from prefillcli.scoring.loop import NEXT_TOKENS, FollowUpWork
-from prefillcli.scoring.opening import Opening, require_shares
+from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import further_questions
 from prefillcli.scoring.shell import Ended, shell
@@ -96,15 +97,13 @@ def _inspect(
     # once. Raises UsageError where the row is not found, PrefillError where it is an error row.
     _check(settings)
     require_apart(settings)
-    opening = Opening(settings, [settings.ids.id_column])
-    inputs = opening.inputs
     with ExitStack() as stack:
         with at_once():
-            opening.open_source()
-            opening.open_models()
+            rows, parts = open_rows(settings, [settings.ids.id_column])
+            inputs = open_inputs(rows, parts)
             opened, every, settings = inputs.opened, inputs.labels, cast("InspectSettings", inputs.settings)
             require_shares(every, "inspect")
-            if isinstance(inputs.asking, QuestionAsking):
+            if isinstance(rows.asking, QuestionAsking):
                 _part(settings, [each.question for each in every.asked])  # before rows are read
             found = _find(settings.shown.row, inputs, every)
             summary.row, summary.id, window = found.row, found.id, found.window
@@ -115,7 +114,7 @@ def _inspect(
             part = _part(settings, asked)
             names = asked[part].names
             policy = inspected_policies(settings.exit_profile.exit_profile, opened, every).get(asked[part].name)
-            further = further_questions(inputs, opening.parts)
+            further = further_questions(inputs, parts)
             if further is not None:
                 stack.callback(further.close)
             loaded = load_walk(opened, settings, names=names)
@@ -161,7 +160,7 @@ def _inspect(
             labels_of_row = further.choice.wanted(window, [whole]).get(found.row, {})
             if part in labels_of_row:
                 row = WantedRow(question, scored, labels_of_row[part])
-                sections += _further(opening, further, loaded.engine, window, row, names, tick)
+                sections += _further(parts, further, loaded.engine, window, row, names, tick)
     for view, own in zip(views, answers, strict=True):
         if view is not None and own is not None and not view.is_finite:
             detail = f"label log-probabilities {own.logprobs.tolist()}"
@@ -215,7 +214,7 @@ def _answers(
 
 
 def _further(
-    opening: Opening,
+    parts: Parts,
     further: FurtherQuestions,
     engine: Engine,
     window: Window,
@@ -231,7 +230,7 @@ def _further(
             pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
-    return list(filter(None, (each.shown(row, names) for each in opening.parts.follow_ups)))
+    return list(filter(None, (each.shown(row, names) for each in parts.follow_ups)))
 
 
 def _find(row: str | None, inputs: Inputs, labels: Labels) -> FoundRow:
@@ -255,8 +254,8 @@ def _find(row: str | None, inputs: Inputs, labels: Labels) -> FoundRow:
 
 def _asked(inputs: Inputs, window: Window, row: int) -> list[Question]:
     # What each prompt of a row asks.
-    if isinstance(inputs.asking, DecisionAsking):
-        return inputs.asking.questions(window, row)
+    if isinstance(inputs.rows.asking, DecisionAsking):
+        return inputs.rows.asking.questions(window, row)
     return [each.question for each in inputs.labels.asked]
 
 
@@ -307,7 +306,7 @@ def _check(settings: InspectSettings) -> None:
 
 def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
-    asked = ["labels"] if isinstance(inputs.asking, LabelAsking) else ["questions", "question", "format"]
+    asked = ["labels"] if isinstance(inputs.rows.asking, LabelAsking) else ["questions", "question", "format"]
     names = ["template", "prompt_column", "system", "max_length", "on_long", "empty_text", *asked, "temperature"]
     names += [name for name in ("chat_option", "answer_prefix") if settings.value(name)]
     places = ["compression"] if compresses(settings) else []

@@ -10,8 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.errors import UsageError
-from prefillcli.judging import estimate as estimating
-from prefillcli.judging.estimate import Estimating
 from prefillcli.models.files import sample_draft, sample_model
 from tests.jobs import jobs
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
@@ -71,22 +69,23 @@ def test_without_a_small_model_the_shares_are_those_of_its_rows(data: Path) -> N
     assert [row["row"] for row in read_output("same.jsonl")] == [row["row"] for row in rows]
 
 
+@pytest.mark.parametrize("step", ["prefillcli.rows.output.sink.Sink.finish", "prefillcli.scoring.score.estimate"])
 def test_a_run_that_ended_behind_its_last_row_is_finished_by_the_next(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     given = {"model": sample_model(), "first": sample_draft(), "estimate": 40, "max_error_rate": 0.2}
     score(data, "whole.jsonl", **given)
 
-    def stop(self: Any, job: Any) -> None:
+    def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Estimating, "finished", stop)
+        patched.setattr(step, stop)
         assert score(data, "out.jsonl", **given)["exit_code"] != 0
     assert score(data, "out.jsonl", resume=True, **given)["exit_code"] == 0
     found, wanted = (read_report(f"{name}.run.json")["estimate"] for name in ("out", "whole"))
     assert found["shares"][0]["interval"] == pytest.approx(wanted["shares"][0]["interval"], abs=1e-6)
-    monkeypatch.setattr(estimating, "estimate", stop)
+    monkeypatch.setattr("prefillcli.scoring.score.estimate", stop)
     assert score(data, "out.jsonl", resume=True, **given)["estimate"]["Yes"][0] == found["shares"][0]["share"]
 
 

@@ -17,7 +17,7 @@ from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import details_of
 from prefillcli.scoring.identity import LocalModels, fingerprint, hash_engine, output_job
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
 from tests.unit.engines.encoder_models import save_encoder
 
@@ -144,21 +144,15 @@ def _rows() -> None:
     write_jsonl("rows.jsonl", ROWS)
 
 
-class AnyOptions(Opening):
-    """Options are also given that go with others alone, and are then without effect."""
-
-    def __init__(self, settings: ScoreSettings) -> None:
-        super().__init__(settings, (settings.ids.id_column, *settings.files.keep_columns))
-        self._scores = False
-
-
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
-    """The job's fingerprint and which rows it has, without running it."""
-    opening, models = AnyOptions(settings), LocalModels(settings)
-    opening.open_source()
-    opening.open_models()
-    opening.inputs.builder.close()
-    return fingerprint(opening.inputs, opening.parts, models), output_job({}, settings).selection
+    """The job's fingerprint and which rows it has, without running it. Options are also given that go with others
+    alone, and are then without effect."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefillcli.scoring.opening.checks_outputs", lambda settings: False)
+        rows, parts = open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
+        inputs = open_inputs(rows, parts)
+    inputs.builder.close()
+    return fingerprint(inputs, parts, LocalModels(settings)), output_job({}, settings).selection
 
 
 BASE: dict[str, Any] = {"inputs": ("rows.jsonl",), "model": str(sample_model()), "draft": str(sample_draft())}

@@ -21,7 +21,7 @@ EVALUATE = ("--truth", "truth")
 
 #: A function that is running in each phase, and options with which it is.
 PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
-    "read": (Hold("prefillcli.scoring.opening:Opening.open_source"), ()),
+    "read": (Hold("prefillcli.scoring.score:open_rows"), ()),
     "hash": (Hold("prefillcli.rows.proof:content_digest"), ()),
     "open the output": (Hold("prefillcli.rows.output.sink:find_resumable"), ()),
     "load": (Hold("prefillcli.models.load:load_model"), ()),

@@ -20,7 +20,7 @@ from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
     from prefillcli.core.request import Request, Tick
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.reading.compress.compressor import Compressor
     from prefillcli.report.run import RunReport
@@ -89,13 +89,13 @@ class Compress(Reading, Judge):
         """Return the compressor of a scorer's prompts: with the draft beside the model, or with the drafts of
         workers."""
         remote = scorer.pool.remote
-        draft = scorer.beside.get("draft") if remote is None else RemoteDraft(remote)
-        return compressor_of(self.settings, scorer.inputs.opened, draft, scorer.plan)
+        draft = scorer.models.beside.get("draft") if remote is None else RemoteDraft(remote)
+        return compressor_of(self.settings, scorer.inputs.opened, draft, scorer.plans.plan)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        if counts is not None and hasattr(run.inputs, "builder"):
-            run.report.keep = keep_rate(self.settings.compression, run.sink.plan)
-            run.report.keep_auto = run.sink.plan.get("keep_auto")
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.sink is not None:
+            report.keep = keep_rate(self.settings.compression, reached.sink.plan)
+            report.keep_auto = reached.sink.plan.get("keep_auto")
 
 
 def section(report: RunReport) -> Section | None:

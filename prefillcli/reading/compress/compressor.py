@@ -375,7 +375,7 @@ class WindowCompressor:
         self.compressor = compressor
         self._scorer = scorer
         self._settings: JobSettings = scorer.settings
-        self._chooses = self._settings.compression.keep == "auto" and "keep" not in scorer.plan
+        self._chooses = self._settings.compression.keep == "auto" and "keep" not in scorer.plans.plan
         self._methods = Counter(methods)
         self._warned = False
 
@@ -453,7 +453,8 @@ class WindowCompressor:
         chosen = draw(able, self._settings.flips.audit or rows_for(max_flips, ALLOWED_FLIPS), window.index)
         choice = choose_keep(self.compressor, scorer.pool, prompts, estimates, chosen, max_flips, tick)
         self.compressor.keep, self._chooses = choice.keep, False
-        scorer.plan = {**scorer.plan, "keep": choice.keep, "keep_auto": asdict(choice)}
+        plans = scorer.plans
+        plans.save_plan({**plans.plan, "keep": choice.keep, "keep_auto": asdict(choice)})
         if choice.keep == 1:
             log.warning(f"--keep auto: {_why_all(choice, len(chosen), max_flips)}")
 

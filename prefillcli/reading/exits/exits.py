@@ -26,8 +26,9 @@ from prefillcli.rows.records import BEFORE, FIRST, ScoredRow
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
     from prefillcli.core.request import Request, Tick
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import Answer
     from prefillcli.models.open import Opened
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from prefillcli.reading.exits.first import FirstReading, Reader
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
     from prefillcli.rows.records import Prompt
 
@@ -103,17 +103,18 @@ class Exits(Reading, Judge):
             found["exit_profile"] = hash_value(self.profile.model_dump(mode="json"))
         return found
 
-    def require_same_job(self, run: Run) -> None:
+    def require_same_job(self, inputs: Inputs, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for an exit profile of another job, once the fingerprint is known."""
         if self.profile is not None:
-            require_same_job(self.profile, self.settings.exits.exit_profile, job_of_exits(run, self._read_as))
+            job = job_of_exits(inputs, fingerprint, self._read_as)
+            require_same_job(self.profile, self.settings.exits.exit_profile, job)
 
-    def learn(self, run: Run) -> None:
+    def learn(self, run: Run, scorer: ModelScorer) -> None:
         """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
         if self.settings.estimate.estimate is not None:
             return
         with run.clock.phase("exits"):
-            rows = FullRows(run, readers_of(run.scorer))
+            rows = FullRows(run, scorer, readers_of(scorer))
             learning: Learning
             if self.settings.exits.rare_option is None:
                 learning = ExitLearning(rows, self.profile, self._read_as)
@@ -228,7 +229,7 @@ class Exits(Reading, Judge):
                 "rows are not like those that the exits were learnt on",
             }
             before = sink.plan[EXITS]
-            sink.plan = sink.plan | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}}
+            sink.save_plan(sink.plan | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}})
             self.use = with_ends(self.use, {name: ended})
             option = "--first" if self.use.first else "--exit"
             of = of_question_text(self.use.told_apart(name))
@@ -239,13 +240,14 @@ class Exits(Reading, Judge):
         run.sink.work.delete(FILE)
         run.sink.work.delete(SCORES)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        if counts is None:
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.sink is None:
             return
-        use = stored_exit_use(run.sink.plan) if self.use is None else self._in_this_run(self.use, run.tokens)
+        use = self.use
+        use = stored_exit_use(reached.sink.plan) if use is None else self._in_this_run(use, report.tokens)
         if use is not None:
-            use.take(counts)
-        run.report.exits = use
+            use.take(reached.sink.counts)
+        report.exits = use
 
     def _in_this_run(self, use: ExitUse, tokens: Any) -> ExitUse:
         # The exits with their savings in the packs of this run, whose `tokens` these are.

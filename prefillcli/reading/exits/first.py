@@ -281,7 +281,7 @@ class FirstReader:
         self.small = scorer.inputs.opened.small[number]
         self._prompts = FirstPrompts(scorer.inputs.opened, self.small, scorer.inputs.labels, scorer.settings)
         self._workers = scorer.pool.remote
-        self._models: FirstModels | None = scorer.beside.get("first")
+        self._models: FirstModels | None = scorer.models.beside.get("first")
         self._number = number
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:

@@ -21,6 +21,7 @@ from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import PlanEngine
     from prefillcli.models.open import Opened
 
@@ -86,12 +87,13 @@ class FullRows:
     """Reads rows of a job in full before its first window, each with the `first` models, by layer with their names."""
 
     run: Run
+    scorer: ModelScorer
     first: Mapping[int, tuple[str, Reader]] = field(default_factory=dict)
 
     @property
     def engine(self) -> PlanEngine:
         """The engine that answers packs."""
-        return self.run.scorer.pool
+        return self.scorer.pool
 
     def numbers(self) -> Int64Array:
         """Return the numbers of all rows of the job."""
@@ -127,18 +129,17 @@ class FullRows:
         self.run.tokens.computed += sum(answer.computed_tokens for answer in read.answers)
         self.run.tokens.unique += read.unique
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
-        return [] if self.run.scorer.read is not None else read.scored(len(self.run.inputs.labels.asked))
+        return [] if self.scorer.read is not None else read.scored(len(self.run.inputs.labels.asked))
 
     def _requests(self, numbers: Int64Array) -> list[Request]:
         # The requests for the rows with these numbers, ascending. What depends on other answers is not asked here.
         prompts = [prompt for batch in self.prompts(numbers) for prompt in batch if not prompt.conditional]
-        questions, _ = self.run.scorer.requests(prompts, self.run.tick)
+        questions, _ = self.scorer.requests(prompts, self.run.tick)
         return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]
 
     def prompts(self, numbers: Int64Array) -> Iterator[list[Prompt]]:
         """Yield the prompts of the rows with these numbers, ascending."""
-        again = self.run.reopen(self.run.settings)  # the job's own source is being read
-        source, builder = again.source, again.new_builder()
+        source, builder = self.run.inputs.again()  # the job's own source is being read
         try:
             for batch in source.rows(numbers) if len(numbers) else ():
                 yield builder.build(batch, self.run.inputs.labels)[0]

@@ -123,7 +123,7 @@ def learnt_once(learning: Learning) -> Lesson:
         before = sink.plan.get(EXITS, {})
         ended = {ENDED: before[ENDED]} if ENDED in before else {}  # ended by drift, and learnt again since
         learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
-        sink.plan = sink.plan | {EXITS: learnt | ended}
+        sink.save_plan(sink.plan | {EXITS: learnt | ended})
         if run.report.report is not None and run.settings.exits.exit_profile is None and use.rare is None:
             path = exits_path(run.report.report)
             try:
@@ -175,8 +175,8 @@ class ExitLearning:
 
     def learn(self) -> Lesson:
         """Read some rows in full and learn from them, or test whether a given profile still holds."""
-        settings, given = self.rows.run.settings, self.given
-        depth: int = self.rows.run.inputs.opened.files.config.get_text_config().num_hidden_layers
+        inputs, settings, given = self.rows.run.inputs, self.rows.run.settings, self.given
+        depth: int = inputs.opened.files.config.get_text_config().num_hidden_layers
         layers = observed_layers(depth) if settings.exits.exit else ()
         policies = [] if given is None else [each.policy for each in given.questions if each.policy is not None]
         if policies:
@@ -189,15 +189,16 @@ class ExitLearning:
                 min(self._count, len(self.rows.numbers()) // 2), settings.flips.max_flips, self._classes
             )
         read = self._read_rows(layers, provable)
-        first = read.first_use(self.rows.run.inputs.opened, self.rows.first)
+        first = read.first_use(inputs.opened, self.rows.first)
         found = [
             self._learnt(part, labels, read, first, given.questions[part] if given is not None and policies else None)
-            for part, labels in enumerate(self.rows.run.inputs.labels.asked)
+            for part, labels in enumerate(inputs.labels.asked)
         ]
         profile = given
         if profile is None or not policies:
             profile = ExitProfile(
-                **job_of_exits(self.rows.run, self.read_as) | {"questions": [each for each, _ in found]}
+                **job_of_exits(inputs, self.rows.run.report.fingerprint, self.read_as)
+                | {"questions": [each for each, _ in found]}
             )
         known = self.rows.counted(read)
         reused = given is not None

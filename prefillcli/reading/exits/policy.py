@@ -35,7 +35,7 @@ from prefillcli.stats.labels import label_probabilities
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
     from prefillcli.prompts.labels import Labels
 
@@ -570,23 +570,23 @@ def exit_profile_at(path: str) -> ExitProfile:
     return profile
 
 
-def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
-    """Return the identity of a job for the exits that it learns, by its fingerprint: a job that uses them again must
-    have the same. `read_as` states how prompts are read otherwise."""
-    digests = run.report.fingerprint
+def job_of_exits(inputs: Inputs, digests: Mapping[str, str], read_as: Sequence[Any]) -> dict[str, Any]:
+    """Return the identity of a job for the exits that it learns, by the `digests` of its fingerprint: a job that uses
+    them again must have the same. `read_as` states how prompts are read otherwise."""
+    settings = inputs.settings
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept = list(read_as)
-    named = (WORDS, run.settings.exits.narrow)  # a first model is identified by its contents
-    first = [name if name in named else "first" for name in run.settings.exits.chain]
+    named = (WORDS, settings.exits.narrow)  # a first model is identified by its contents
+    first = [name if name in named else "first" for name in settings.exits.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *first]),
-        "layers": run.inputs.opened.files.config.get_text_config().num_hidden_layers,
-        "max_flips": run.settings.flips.max_flips,
-        "flips_of": run.settings.exits.flips_of,
-        "questions": [identity_of(each) for each in run.inputs.labels.asked],
+        "layers": inputs.opened.files.config.get_text_config().num_hidden_layers,
+        "max_flips": settings.flips.max_flips,
+        "flips_of": settings.exits.flips_of,
+        "questions": [identity_of(each) for each in inputs.labels.asked],
     }
 
 

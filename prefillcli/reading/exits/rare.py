@@ -324,11 +324,12 @@ class RareLearning:
         return use.rare is not None and use.rare.digest == hashlib.sha256(data).hexdigest()
 
     def learn(self) -> Lesson:
-        settings, names, numbers = self.rows.run.settings, self.rows.run.inputs.labels.names, self.rows.numbers()
-        depth: int = self.rows.run.inputs.opened.files.config.get_text_config().num_hidden_layers
+        inputs, settings, numbers = self.rows.run.inputs, self.rows.run.settings, self.rows.numbers()
+        names = inputs.labels.names
+        depth: int = inputs.opened.files.config.get_text_config().num_hidden_layers
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
         read = self.rows.read(drawn, (), f"for {settings.exits.exit_option}")
-        rows, first = read.of_part(0, len(names)), read.first_use(self.rows.run.inputs.opened, self.rows.first)
+        rows, first = read.of_part(0, len(names)), read.first_use(inputs.opened, self.rows.first)
         known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
         leads, probe = np.full(len(numbers), math.nan), None
         if read.answers and (able := rows.read_after(BEFORE)).sum() >= _FEWEST:
@@ -387,8 +388,10 @@ class RareLearning:
         )
         as_read = AffineProbe(np.eye(2, dtype=np.float32), np.zeros(2, np.float32))
         policy = ExitPolicy((ExitLayer(BEFORE, as_read, (0.0, 0.0), peek=False),))
-        learnt = LearntExits(**identity_of(self.rows.run.inputs.labels), exits=policy.to_json(), findings=findings)
-        profile = ExitProfile(**job_of_exits(self.rows.run, self.read_as) | {"questions": [learnt]})
+        learnt = LearntExits(**identity_of(inputs.labels), exits=policy.to_json(), findings=findings)
+        profile = ExitProfile(
+            **job_of_exits(inputs, self.rows.run.report.fingerprint, self.read_as) | {"questions": [learnt]}
+        )
         used = UsedExit(
             layer=BEFORE + 1, probe="" if probe is None else probe.kind, peek=False, thresholds={}, expected=share
         )

@@ -143,9 +143,9 @@ class Sink:
         """The values that the job has stored here, in an earlier attempt too; empty at first."""
         return self._manifest.plan
 
-    @plan.setter
-    def plan(self, plan: dict[str, Any]) -> None:
-        self._manifest.plan = plan
+    def save_plan(self, plan: Mapping[str, Any]) -> None:
+        """Store the plan instead of the one before."""
+        self._manifest.plan = dict(plan)
         self._manifest.save(self.work)
 
     @property

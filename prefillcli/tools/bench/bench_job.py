@@ -17,7 +17,7 @@ from prefillcli.rows.input.source import Source
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, StepLog
 from prefillcli.runtime.extras import require_extra
-from prefillcli.scoring.opening import Opening, local_models, require_shares
+from prefillcli.scoring.opening import local_models, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
 from prefillcli.tools.bench.material import read_rows
@@ -25,7 +25,7 @@ from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, sco
 from prefillcli.tools.bench.report import BenchReport, WorkloadResult, bench_html
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
+    from prefillcli.models.open import Opened
     from prefillcli.runtime.signals import Stop
     from prefillcli.tools.bench.contest import MethodJob
 
@@ -92,7 +92,7 @@ def _run(
 
     result = WorkloadResult()
     models = open_models(settings)
-    own = models[REFERENCE].inputs
+    own = models[REFERENCE]
     if own.opened.files.encoder:
         settings.take_encoder(own.opened.files.origin)
     require_shares(own.labels, "bench")
@@ -109,7 +109,7 @@ def _run(
             loaded.callback(each.close)
         steps.begin(f"{result.workload}: loading models" + _learning(jobs))
         jobs = load_jobs(jobs, settings.contest.method, max(len(each.tokens) for each in window.prompts), result.notes)
-        report.machine = _machine(settings, own)
+        report.machine = _machine(settings, own.opened)
         window = without_learnt(jobs, window, result.notes)
         steps.announce(
             f"{result.workload}: {counted(len(window.prompts), 'prompt')} by {', '.join(each.name for each in jobs)}: "
@@ -148,7 +148,7 @@ def _check(settings: BenchSettings) -> None:
         if asked.engine.engine == "torch" and (name == REFERENCE or name in settings.contest.method):
             asked.check()  # others that cannot run are left out later, with a note
         local_models(asked)
-        Opening(asked, asked.files.keep_columns).open_source()
+        open_rows(asked, asked.files.keep_columns)
 
 
 def _learning(jobs: list[MethodJob]) -> str:
@@ -156,11 +156,10 @@ def _learning(jobs: list[MethodJob]) -> str:
     return f", learning what decides rows ({', '.join(learning)})" if learning else ""
 
 
-def _machine(settings: BenchSettings, models: Inputs) -> dict[str, str | int]:
+def _machine(settings: BenchSettings, opened: Opened) -> dict[str, str | int]:
     # The properties that determine how fast the models are here.
     import torch
 
-    opened = models.opened
     on_gpu = opened.device.type == "cuda"
     return {
         "model": without_secrets(settings.lm.model or "sample model"),

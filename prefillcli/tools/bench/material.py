@@ -33,7 +33,6 @@ def read_rows(
     source, labels = reference.source, reference.labels
     more = f" and {len(source.paths) - 1:,} more" if len(source.paths) > 1 else ""
     result.workload = split_path(source.paths[0].rstrip("/"))[1] + more
-    reference.open_rows()
     with reference.windows(reference.builder.close) as coming:
         window = next(coming, None)
     if window is None:

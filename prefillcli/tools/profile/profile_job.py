@@ -28,7 +28,7 @@ from prefillcli.report.section import (
 )
 from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.scoring.dry_run import survey
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows, open_without_rows
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import Ended, shell
 
@@ -47,21 +47,17 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
             require_json(settings.measured.output)
             require_apart(settings)
             require_known("--mode", settings.measured.mode, MODES)
-            opening = Opening(settings)
-            if settings.input.inputs:
-                opening.open_source()
-            opening.open_models()
-            if settings.input.inputs:  # its errors are reported before the measurements
-                opening.inputs.check_first_rows()
+            inputs = open_inputs(*open_rows(settings)) if settings.input.inputs else None
+            if inputs is not None:
+                inputs.check_first_rows()  # its errors are reported before the measurements
+            opened = open_without_rows(settings)[0] if inputs is None else inputs.opened
             from prefillcli.tools.profile.measuring import measured_profile  # takes torch along
 
-            profile = measured_profile(
-                settings, opening.inputs.opened.files, opening.inputs.opened.device, steps.announce
-            )
+            profile = measured_profile(settings, opened.files, opened.device, steps.announce)
             _save(profile, settings.measured.output, clock.total)
             steps.begin("")
-            if settings.input.inputs:
-                _survey(settings, opening.inputs, profile)
+            if inputs is not None:
+                _survey(settings, inputs, profile)
                 _save(profile, settings.measured.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
         if profile.no_completion is not None:
@@ -86,7 +82,6 @@ def _survey(settings: ProfileSettings, given: Inputs, profile: Profile) -> None:
     with Progress(
         given.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet
     ) as progress:
-        given.open_rows()
         costs = Costs(settings, given.opened, given.labels.names, free=free, profile=known)
         profile.survey = survey(given, given.windows(given.builder.close), costs, progress.advance)
 

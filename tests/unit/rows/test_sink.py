@@ -198,7 +198,7 @@ class TestConflicts:
 
     def test_a_job_that_never_wrote_a_row_is_in_nobodys_way(self, output: str) -> None:
         with open_sink(output) as sink:
-            sink.plan = {"packs": 3}
+            sink.save_plan({"packs": 3})
         with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}) as sink:
             assert sink.plan == {}
 
