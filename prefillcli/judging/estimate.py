@@ -303,12 +303,12 @@ def estimate_audited(run: Run) -> None:
     """Make the estimate of a job with exits, from its finished output."""
     names = ("prediction", "exit_layer", "audit_prediction")
     asked = [each for each in run.inputs.schema.questions if each.when is None and each.has_shares]
-    columns = [f"{each.prefix}{name}" for each in asked for name in names]
-    table = pa.concat_tables(run.sink.tables([*columns, "error"]))
+    columns = [name for each in asked for name in (*each.told, *map(each.column, names[0 if not each.name else 1 :]))]
+    table = pa.concat_tables(run.sink.tables(list(dict.fromkeys([*columns, "error"]))))
     table = table.filter(pc.is_null(table["error"]))
     rows, shares, most = len(table), list[LabelShare](), np.zeros(3, np.int64)
     for each in asked:
-        said, layers, full = (table[f"{each.prefix}{name}"] for name in names)
+        said, layers, full = (each.with_answer(table)[each.column(name)] for name in names)
         left, audited = np.asarray(pc.is_valid(layers)), np.asarray(pc.is_valid(full))
         both = left & audited
         if not both.any():
@@ -352,12 +352,10 @@ def label_share(question: str, label: str, hits: float, read: int, rows: int, fo
 def _answers(run: Run, drawn: Int64Array) -> tuple[Int64Array, list[Float64Array], float]:
     # The numbers of the scored rows, the label log-probabilities [rows, labels] of each question, and the seconds that
     # they took. The output has the drawn rows in their order.
-    asked = [[f"{_prefix(each.question.name)}logprob_{name}" for name in each.names] for each in _asked(run)]
-    table = pa.concat_tables(run.sink.tables([*(name for own in asked for name in own), "seconds", "error"]))
+    asked = run.inputs.schema.questions
+    table = pa.concat_tables(run.sink.tables([*(name for own in asked for name in own.logs), "seconds", "error"]))
     scored = np.array([code is None for code in table["error"].to_pylist()], np.bool_)
-    finals = [
-        np.stack([np.asarray(table[name].to_pylist(), np.float64) for name in own], axis=1)[scored] for own in asked
-    ]
+    finals = [own.logs_in(table)[scored] for own in asked]
     seconds = float(np.asarray(table["seconds"].to_pylist(), np.float64)[scored].sum())
     return drawn[scored], [np.maximum(final, _LEAST) for final in finals], seconds
 

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations, combinations_with_replacement
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.report.section import Part, Section, counted, percent_interval
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Target
 from prefillcli.stats.evaluation import correlation
@@ -66,18 +66,16 @@ class Correlations(BaseModel):
     spearman: list[list[float | None]]  # None where these are too few, or all the same
 
 
-def correlations_of(output: str, questions: Sequence[str]) -> Correlations:
+def correlations_of(output: str, questions: Sequence[AnswerColumns]) -> Correlations:
     """Return the correlations of a finished output with these questions. Raises what pyarrow raises, or ValueError, if
     it is damaged."""
-    names = [f"{name}.score" for name in questions]
-    pieces = [np.empty((len(names), 0))]
-    for table in Target.parse(output).tables(names):
-        # a score is a text in JSON Lines, and null becomes NaN
-        pieces.append(np.stack([table[name].cast(pa.float64()).to_numpy() for name in names]))
+    pieces = [np.empty((len(questions), 0))]
+    for table in Target.parse(output).tables([name for own in questions for name in own.told]):
+        pieces.append(np.stack([own.shares_in(table)[:, 0] for own in questions]))
     scores = np.concatenate(pieces, axis=1)
-    most = range(len(names))
+    most = range(len(questions))
     found = Correlations(
-        questions=list(questions),
+        questions=[own.name for own in questions],
         rows=[[0 for _ in most] for _ in most],
         spearman=[[None for _ in most] for _ in most],
     )
@@ -107,21 +105,15 @@ def _correlation_section(found: Correlations) -> Section:
     return made
 
 
-CORRELATIONS = "correlations"  # in the plan of a shard
-
-
 class QuestionJudge(Judge):
     """Judges how the answers to several questions correlate, and how often their order decided."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def shard_plan(self) -> Mapping[str, Any]:
-        return {CORRELATIONS: self._names}
+    def __init__(self, asked: Sequence[AnswerColumns]) -> None:
+        self._asked = asked
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("evaluate"), run.stop.at_once():
-            _correlate(run.report, run.sink.location, self._names)
+            _correlate(run.report, run.sink.location, self._asked)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         report.orders = orders_of(reached.counts)
@@ -129,12 +121,12 @@ class QuestionJudge(Judge):
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         report.orders = orders_of(manifest.counts)
-        _correlate(report, output, manifest.plan.get(CORRELATIONS) or ())
+        _correlate(report, output, manifest.job.answers)
 
 
-def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
-    if len(names) > 1:
-        report.correlations = correlations_of(output, names)
+def _correlate(report: RunReport, output: str, asked: Sequence[AnswerColumns]) -> None:
+    if len(asked) > 1:
+        report.correlations = correlations_of(output, asked)
 
 
 def sections(report: RunReport) -> list[Section]:

@@ -113,7 +113,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     reviewing = None if floors is None else Reviewing(settings, floors)
     judges: tuple[Judge | None, ...] = (
         LikelihoodJudge() if settings.likelihood.target_column is not None else None,
-        QuestionJudge(asking.names) if isinstance(asking, QuestionAsking) else None,
+        QuestionJudge(asking.named) if isinstance(asking, QuestionAsking) else None,
         *(more, taken, probabilities, compression, leaving, shares),
         Evaluating(settings) if settings.truth.truth is not None else None,
         rejects,

@@ -103,7 +103,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     truth = find_truth(settings.labelled, {asked.name or ANSWER: asked}, source.available, job)
     right = truth.answers[asked.name or ANSWER]
     exits = [_EXIT] if _EXIT in source.available else []
-    wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
+    wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else own.told
     source.select(columns=[*wanted, right.key, *exits], carried=())
     found = _collect(source, asked, wanted, right, {} if job is None else job.fingerprint)
     _require_order(path, labels, found.logprobs, found.scores)

@@ -51,7 +51,7 @@ def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswer
     """
     scores = [f"score_{label}" for label in own.labels]
     divided = norm or set(scores) <= set(source.available)
-    names = [own.name, own.column(own.source("score"))]
+    names = [own.name, own.told[0]]
     if not own.type:
         names = ["score", *(scores if divided and len(scores) > 2 else (LOGPROB + label for label in own.labels))]
     source.select(columns=list(dict.fromkeys([*names, truth.key])), carried=())

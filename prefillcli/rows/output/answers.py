@@ -8,16 +8,16 @@ question without a name is the only one of its job: it has the columns of labels
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.rows.output import ANSWER
 from prefillcli.rows.records import TokenText
+from prefillcli.stats.arrays import Float64Array
 from prefillcli.stats.labels import Measure, label_probabilities, log_shares_of
 
 if TYPE_CHECKING:
@@ -66,13 +66,16 @@ class AnswerColumns:
         return self.name and f"{self.name}."
 
     def to_json(self) -> dict[str, Any]:
-        """Return its content for a file that belongs to the job."""
-        return {name: getattr(self, name) for name in _IN_FINGERPRINT}
+        """Return what `of_json` reads back, for a file that belongs to the job."""
+        plain = {name: getattr(self, name) for name in (*_IN_FINGERPRINT, "options", "truth", "classes")}
+        return plain | {"measure": self.measure.value, "groups": sorted(self.groups)}
 
     @classmethod
-    def of_json(cls, content: dict[str, Any]) -> AnswerColumns:
-        """Return the columns of `to_json`. Raises KeyError or TypeError for anything else."""
-        return cls(**content | {"labels": tuple(content["labels"]), "values": tuple(content["values"])})
+    def of_json(cls, content: Mapping[str, Any]) -> AnswerColumns:
+        """Return the columns of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+        groups, measure = frozenset(content.get("groups", ())), Measure(content.get("measure", Measure.SHARES))
+        return cls(**plain | {"groups": groups, "measure": measure})
 
     @classmethod
     def found_in(cls, available: Sequence[str]) -> dict[str, AnswerColumns]:
@@ -103,38 +106,6 @@ class AnswerColumns:
         """Return the column of an output that has this meaning; without one the answer itself."""
         return f"{self.prefix}{name}" if name else self.name or "prediction"
 
-    def source(self, meaning: str) -> str:
-        """Return the part of the column's name that holds what a job of labels calls `meaning`, as `logprob_Yes`."""
-        if meaning.partition("_")[0] == "probability":
-            return CALIBRATED
-        if meaning in ("score", "prediction", "mean") or meaning.startswith((LOGPROB, "score_")):
-            return "" if self.type == "predicate" else PROBABILITIES
-        return meaning
-
-    def values_of(self, meaning: str, column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
-        """Return the values [rows] of `meaning` by those of its `source`: null where the question was not asked."""
-        several = meaning in (PROBABILITIES, CALIBRATED) and not pa.types.is_struct(column.type)
-        if self.source(meaning) == meaning and not several:
-            return column
-        shares = self.shares(column.to_pylist())
-        known = ~np.isnan(shares[:, 0])
-        if meaning == "prediction":
-            chosen = np.array(self.labels, object)[np.nan_to_num(shares).argmax(axis=-1)]
-            return pa.array(chosen, pa.string(), mask=~known)
-        if several and self.type != "predicate":
-            kind = pa.struct([(label, pa.float64()) for label in self.labels])
-            return pa.array([dict(zip(self.labels, each, strict=True)) for each in shares.tolist()], kind, mask=~known)
-        if meaning == "mean":
-            found = shares @ np.array(self.values)
-        elif meaning in ("score", "probability", CALIBRATED):
-            found = shares[:, 0]
-        else:
-            kind, _, label = meaning.partition("_")
-            found = shares[:, self.labels.index(label)]
-            if kind == "logprob":
-                found = self.log_shares(shares)[:, self.labels.index(label)]
-        return pa.array(found, pa.float64(), mask=~known)
-
     @property
     def has_shares(self) -> bool:
         """Whether the answers have probabilities that add up to 1."""
@@ -142,29 +113,62 @@ class AnswerColumns:
 
     @property
     def told(self) -> list[str]:
-        """The columns that tell the probabilities of all answers."""
+        """The columns that tell the scores of all answers."""
         if self.name:
             return [self.column("" if self.type == "predicate" else PROBABILITIES)]
-        if len(self.labels) == 2:
+        if len(self.labels) < 3 or self.measure is Measure.VALUES:
             return ["score"]
-        return [("score_" if "label_scores" in self.groups else LOGPROB) + label for label in self.labels]
+        return [f"score_{label}" for label in self.labels] if "label_scores" in self.groups else self.logs
 
-    def shares_in(self, rows: pa.Table) -> npt.NDArray[np.float64]:
-        """Return the probability of each answer [rows, answers] in an output's rows, which have the columns `told`;
-        NaN where there is none."""
-        columns = [rows[name] for name in self.told]
+    def shares_in(self, rows: pa.Table) -> Float64Array:
+        """Return the probability of each answer [rows, answers] in an output's rows, by the columns `told`; NaN where
+        there is none."""
         if self.name:
-            return self.shares(columns[0].to_pylist())
-        numbers = np.stack([each.cast(pa.float64()).to_numpy(zero_copy_only=False) for each in columns], axis=1)
-        if len(columns) == 1:
-            return np.concatenate([numbers, 1 - numbers], axis=1)
-        if "label_scores" in self.groups:
-            return numbers
-        none = np.isnan(numbers)  # JSON has no infinity: it is null there
-        shares = label_probabilities(np.where(none, -np.inf, numbers), self.temperature)
-        return np.where(none.all(axis=1, keepdims=True), np.nan, shares)
+            return self.shares(rows[self.told[0]].to_pylist())
+        if self.told == self.logs:
+            return label_probabilities(self.logs_in(rows), self.temperature)
+        return _with_other(_numbers(rows, self.told))
 
-    def shares(self, told: Sequence[Any]) -> npt.NDArray[np.float64]:
+    @property
+    def calibrated(self) -> list[str]:
+        """The columns that tell the calibrated probabilities of all answers; none without any."""
+        if "calibrated" not in self.groups:
+            return []
+        if self.name:
+            return [self.column(CALIBRATED)]
+        return [f"probability_{label}" for label in self.labels] if len(self.labels) > 2 else ["probability"]
+
+    def calibrated_in(self, rows: pa.Table) -> Float64Array:
+        """Return the calibrated probability of each answer [rows, answers], by the columns `calibrated`."""
+        if self.name:
+            return self.shares(rows[self.calibrated[0]].to_pylist())
+        return _with_other(_numbers(rows, self.calibrated))
+
+    @property
+    def logs(self) -> list[str]:
+        """The columns that tell the log-probabilities of all answers at a temperature of 1."""
+        return self.told if self.name else [LOGPROB + label for label in self.labels]
+
+    def logs_in(self, rows: pa.Table) -> Float64Array:
+        """Return the log-probabilities [rows, answers] by the columns `logs`, among the answers where they follow from
+        probabilities; NaN where there are none."""
+        if self.name:
+            return self.log_shares(self.shares_in(rows))
+        numbers = _numbers(rows, self.logs)
+        none = np.isnan(numbers)  # JSON has no infinity: it is null there
+        return np.where(none & ~none.all(axis=1, keepdims=True), -np.inf, numbers)
+
+    def with_answer(self, rows: pa.Table) -> pa.Table:
+        """Return rows of an output with the columns of a score and a prediction, as labels have them."""
+        if not self.name:
+            return rows
+        shares = self.shares_in(rows)
+        none = np.isnan(shares[:, 0])
+        best = np.array(self.labels, object)[np.nan_to_num(shares).argmax(axis=-1)]
+        rows = rows.append_column(self.column("score"), pa.array(shares[:, 0], pa.float64(), mask=none))
+        return rows.append_column(self.column("prediction"), pa.array(best, pa.string(), mask=none))
+
+    def shares(self, told: Sequence[Any]) -> Float64Array:
         """Return the probability of each answer [rows, answers], by the values that tell all of them, as text or not;
         NaN where there is none."""
         found = np.full((len(told), len(self.labels)), np.nan)
@@ -176,10 +180,19 @@ class AnswerColumns:
                 found[at] = (row, 1 - row)
         return found
 
-    def log_shares(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def log_shares(self, shares: Float64Array) -> Float64Array:
         """Return the logarithms [rows, answers] of these probabilities at a temperature of 1."""
         with np.errstate(divide="ignore"):
             return log_shares_of(np.log(shares) * self.temperature)
+
+
+def _numbers(rows: pa.Table, names: Sequence[str]) -> Float64Array:
+    return np.stack([rows[name].cast(pa.float64()).to_numpy() for name in names], axis=1)
+
+
+def _with_other(numbers: Float64Array) -> Float64Array:
+    # Those of two answers follow from the first one's.
+    return numbers if numbers.shape[1] > 1 else np.concatenate([numbers, 1 - numbers], axis=1)
 
 
 def answers_of(text: str) -> list[AnswerColumns]:
@@ -189,4 +202,4 @@ def answers_of(text: str) -> list[AnswerColumns]:
 
 def described(answers: Sequence[AnswerColumns]) -> str:
     """Return a description of these answers for a job's fingerprint."""
-    return json.dumps([each.to_json() for each in answers])
+    return json.dumps([{name: getattr(each, name) for name in _IN_FINGERPRINT} for each in answers])

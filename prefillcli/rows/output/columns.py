@@ -615,7 +615,7 @@ def _typed_answer(own: AnswerColumns) -> Iterator[Column]:
             numbers = np.array(own.values)
             yield Column("", pa.float64(), lambda rows: rows.of_scored(rows.scores @ numbers))
         else:
-            plain = pa.bool_() if all(isinstance(each, bool) for each in own.options) else pa.string()
+            plain = pa.bool_() if own.options and all(isinstance(each, bool) for each in own.options) else pa.string()
             said = own.options if plain == pa.bool_() else own.labels
             yield Column("", plain, lambda rows: rows.of_scored([said[at] for at in rows.scores.argmax(axis=-1)]))
         sure = score_confidence if own.type == "score" else choice_confidence

@@ -239,11 +239,7 @@ class OutputSchema:
     def _count_answers(self, own: AnswerColumns, counts: Counts, rows: pa.Table) -> pa.Table:
         # The rows with what is counted of the answers to a question.
         if own.has_shares and self.lines is None:
-            shares = own.shares_in(rows)
-            if own.name:
-                told = rows[own.told[0]]
-                rows = rows.append_column(f"{own.name}.score", own.values_of("score", told))
-                rows = rows.append_column(f"{own.name}.prediction", own.values_of("prediction", told))
+            shares, rows = own.shares_in(rows), own.with_answer(rows)
             mass = None if own.classes else own.column("label_mass")
             tally = AnswerTally.of_rows(rows, shares, own.labels, mass, self.id_name, self.json_carried)
             counts.tallies.answers = summed(counts.tallies.answers, {own.key: tally})

@@ -38,7 +38,6 @@ from prefillcli.rows.output.store import Store, open_store
 from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import NAME, Manifest, Target
 from prefillcli.stats.arrays import Int64Array
-from prefillcli.stats.labels import Measure
 
 
 @dataclass
@@ -107,7 +106,6 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
 
 
 _OF_JOB = ("id_name", "json_carried")
-_OF_QUESTION = ("name", "type", "labels", "values", "temperature", "options", "truth", "classes")
 
 
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
@@ -118,25 +116,13 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
         "groups": sorted(schema.groups),
         "carried": _packed(schema.carried),
     }
-    return plain | {
-        "questions": [
-            {name: getattr(own, name) for name in _OF_QUESTION}
-            | {"groups": sorted(own.groups), "measure": own.measure.value}
-            for own in schema.questions
-        ]
-    }
+    return plain | {"questions": [own.to_json() for own in schema.questions]}
 
 
 def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """Return the columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything
     else."""
-    questions = tuple(
-        AnswerColumns(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
-            | {"groups": frozenset(own["groups"]), "measure": Measure(own["measure"])}
-        )
-        for own in content["questions"]
-    )
+    questions = tuple(map(AnswerColumns.of_json, content["questions"]))
     rest = {"carried": _unpacked(content["carried"]), "groups": frozenset(content["groups"]), "questions": questions}
     rest["responses"] = None if (found := content["responses"]) is None else Responses(**found)
     return OutputSchema(**content | rest, json_text=json_text)
@@ -245,7 +231,7 @@ class ShardSink(Sink):
             manifest.save(self.work)
 
 
-_KEPT = ("evaluation", "correlations", "max_error_rate")  # entries that the output's plan takes over from the shards'
+_KEPT = ("evaluation", "max_error_rate")  # entries that the output's plan takes over from the shards'
 
 
 class JoinedShards(ExitStack):

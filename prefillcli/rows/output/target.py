@@ -9,12 +9,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,13 +33,13 @@ from prefillcli.rows.filesystems import (
 from prefillcli.rows.input.delimited import Delimited
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
-from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns, answers_of
-from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN
+from prefillcli.rows.output.answers import AnswerColumns, answers_of
+from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Group, answer_columns
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
 from prefillcli.rows.records import BadLine
-from prefillcli.rows.values import as_json, encode_json, plain_texts, text_of
+from prefillcli.rows.values import as_json, encode_json, plain_texts
 from prefillcli.runtime import file_calls, log
 
 NAME = "manifest.json"
@@ -72,6 +72,13 @@ class Job:
     def answers(self) -> list[AnswerColumns]:
         """The columns with the answers to each of several questions; none where there is one."""
         return answers_of(self.fingerprint.get(ANSWERS, ""))
+
+    @property
+    def types(self) -> dict[str, pa.DataType]:
+        """The types of the columns of named questions."""
+        every = (replace(own, groups=frozenset(get_args(Group))) for own in self.answers)
+        columns = [(own, column) for own in every for column in answer_columns(own)]
+        return {column.of_question(0, own).name: column.type for own, column in columns}
 
     def differing(self, other: Job) -> list[str]:
         """Return the parts in which two jobs differ, in the order of this one."""
@@ -306,9 +313,16 @@ class Target:
 
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of the output, whose ids are in the column `id_name`."""
-        counts = Counts()
-        for table in self.tables([*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]):
-            counts.add_rows(table, id_name=id_name)
+        job, counts = self._job(), Counts()
+        asked = [] if job is None else job.answers[:1]
+        told = [name for own in asked for name in own.told]
+        names = [column.name for column in COLUMNS if column.counted and (column.part == "row" or not asked)]
+        for table in self.tables([*names, *told, id_name or ROW_COLUMN]):
+            rows, first = table, ""
+            for own in asked:
+                rows, first = own.with_answer(rows), own.prefix
+                rows = rows.append_column("score", rows[f"{first}score"])
+            counts.add_rows(rows, id_name=id_name, first=first)
         return counts
 
     def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
@@ -339,56 +353,7 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
     if job is not None and FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
         yield from (batches.rows_of(lines, names, job.id_name or ROW_COLUMN) for lines in form.objects(file))
         return
-    if job is None or not (answers := job.answers):
-        yield from form.read(file, names)
-        return
-    places = [_place(name, answers) for name in names]
-    for table in form.read(file, list(dict.fromkeys(column for _, _, column in places))):
-        columns = {}
-        for name, (number, meaning, column) in zip(names, places, strict=True):
-            if column not in table.column_names:
-                continue
-            found = table[column]
-            if meaning is not None:
-                own = answers[number]
-                found = own.values_of(meaning, _with_type(found, own, meaning, column, json_text=form.json_text))
-            columns[name] = found
-        yield pa.table(columns)
-
-
-_TYPED = ("", PROBABILITIES, CALIBRATED, "confidence")
-
-
-def _place(name: str, answers: Sequence[AnswerColumns]) -> tuple[int, str | None, str]:
-    # Where an output has what a job of labels calls `name`: number of the question, meaning of its column, and column.
-    # Without a meaning it is no answer. The score and the prediction of a row are those of the first question.
-    full = f"{answers[0].name}.{name}" if name in ("score", "prediction") else name
-    question, _, meaning = full.partition(".")
-    number = next((at for at, own in enumerate(answers) if own.name == question), None)
-    of_label = f"{meaning.partition('_')[0]}_<label>" in COLUMN_TYPES
-    if number is None or not (meaning in _TYPED or meaning in COLUMN_TYPES or of_label):
-        return 0, None, name
-    own = answers[number]
-    return number, meaning, own.column(own.source(meaning))
-
-
-def _with_type(
-    column: pa.ChunkedArray, own: AnswerColumns, meaning: str, name: str, *, json_text: bool
-) -> pa.ChunkedArray | pa.Array:
-    # An answer's column of JSON Lines or CSV with its own type. One of every output has it; probabilities stay text.
-    source = own.source(meaning)
-    if (
-        not pa.types.is_string(column.type)
-        or name in COLUMN_TYPES
-        or source in (PROBABILITIES, CALIBRATED)
-        or (source == "" != meaning)
-    ):
-        return column
-    kind = COLUMN_TYPES.get(source, pa.string() if source == "" and own.type == "choice" else pa.float64())
-    texts = column.to_pylist()
-    if kind == pa.string():
-        return pa.array([None if text is None else text_of(text) for text in texts], kind) if json_text else column
-    return pa.array([None if text is None else json.loads(text) for text in texts], kind)
+    yield from form.read(file, names, COLUMN_TYPES if job is None else COLUMN_TYPES | job.types)
 
 
 def is_partition(folder: str) -> bool:
@@ -448,16 +413,19 @@ class JsonlFormat:
         if rest:
             raise ValueError("the last line has no end")
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, file: IO[bytes], names: Sequence[str], types: Mapping[str, pa.DataType] = COLUMN_TYPES
+    ) -> Iterator[pa.Table]:
         for rows in self.objects(file):
             columns = {}
             for name in names:
                 values = [row[name] for row in rows]
-                kind = COLUMN_TYPES.get(name, pa.string())
-                if name not in COLUMN_TYPES:
+                kind = types.get(name, pa.string())
+                if name not in types:
                     values = [None if value is None else encode_json(value) for value in values]
                 elif kind == pa.string() and any(isinstance(value, int) for value in values):
-                    kind = pa.int64()  # predictions are numbers where rows have their own choices
+                    # Choices are booleans if all options are; predictions are numbers where rows have their own.
+                    kind = pa.bool_() if any(isinstance(value, bool) for value in values) else pa.int64()
                 columns[name] = pa.array(values, kind)
             yield pa.table(columns)
 
@@ -514,13 +482,15 @@ class CsvFormat:
         quoted = not text or self._special.search(text)
         return '"' + text.replace('"', '""') + '"' if quoted else text
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, file: IO[bytes], names: Sequence[str], types: Mapping[str, pa.DataType] = COLUMN_TYPES
+    ) -> Iterator[pa.Table]:
         form = Delimited(self.delimiter, quotes=self._quotes)
         records = form.records(file, sys.maxsize - 2, {}, lambda: 0)
         header = self._fields(form, next(records, b""))
         # Predictions are numbers where rows have their own choices.
         numbered = {"prediction": pa.int64(), "audit_prediction": pa.int64()} if "prediction_text" in header else {}
-        kinds = {name: (COLUMN_TYPES | numbered).get(name, pa.string()) for name in names}
+        kinds = {name: ({**types} | numbered).get(name, pa.string()) for name in names}
         places = [header.index(name if self._quotes else _in_tsv(name)) for name in kinds]
         while rows := [self._fields(form, record) for record in islice(records, _READ_ROWS)]:
             if any(len(row) != len(header) for row in rows):
@@ -574,8 +544,11 @@ class ParquetFormat:
         """
         return write_parquet(file, schema, tables)
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
+    def read(
+        self, file: IO[bytes], names: Sequence[str], types: Mapping[str, pa.DataType] = COLUMN_TYPES
+    ) -> Iterator[pa.Table]:
+        """Yield some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text.
+        Formats without types of their own have these `types`."""
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         footer = Footer.check(parquet.metadata, file.seek(0, io.SEEK_END))
         footer.require(names)

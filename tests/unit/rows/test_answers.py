@@ -66,6 +66,10 @@ class Written:
         return replace(QUESTIONS[2], when=lambda rows: set(rows.numbers.tolist()) - {1})
 
 
+def asked(shares: Any) -> list[Any]:
+    return [None if np.isnan(each).any() else each for each in shares.tolist()]
+
+
 def assert_near(found: Any, wanted: Any) -> None:
     assert [each is None for each in found] == [each is None for each in wanted]
     known = [each for each in wanted if each is not None]
@@ -83,35 +87,27 @@ def test_what_is_read_back_is_what_was_answered(logprobs: list[Any], temperature
         target = Target.parse(written.output)
         for number, (own, columns) in enumerate(zip(QUESTIONS, answers(temperature), strict=True)):
             wanted = [each[number] for each in written.shares]
-            told = [row[columns.column(columns.source("score"))] for row in rows]
+            told = [row[columns.told[0]] for row in rows]
             for values in (told, [None if value is None else json.dumps(value) for value in told]):
-                shares = columns.shares(values).tolist()
-                assert_near([None if np.isnan(each).any() else each for each in shares], wanted)
-
-            def column(meaning: str, name: str = own.name) -> list[Any]:
-                found = pa.concat_tables(target.tables([f"{name}.{meaning}" if meaning else name]))
-                return list(found.column(0).to_pylist())
-
-            known = [each for each in wanted if each is not None]
-            assert_near(column("score"), [each and each[0] for each in wanted])
-            assert column("prediction") == [each and own.labels[int(np.argmax(each))] for each in wanted]
-            for at, label in enumerate(own.labels):
-                assert_near(column(f"score_{label}"), [each and each[at] for each in wanted])
-            logs = np.array([column(f"logprob_{label}") for label in own.labels], float).T
+                assert_near(asked(columns.shares(values)), wanted)
+            names = dict.fromkeys([*columns.told, *(columns.column(each) for each in ("", "label_mass"))])
+            table = pa.concat_tables(target.tables([*names]))
+            assert_near(asked(columns.shares_in(table)), wanted)
+            table = columns.with_answer(table)
+            assert_near(table[f"{own.name}.score"].to_pylist(), [each and each[0] for each in wanted])
+            said = table[f"{own.name}.prediction"].to_pylist()
+            assert said == [each and own.labels[int(np.argmax(each))] for each in wanted]
+            logs = columns.logs_in(table)
             logs = logs[~np.isnan(logs).any(axis=1)]  # at a temperature of 1, but for a constant of each row
+            known = [each for each in wanted if each is not None]
             sure = np.array([min(each) > 1e-6 for each in known])
             original = np.array([each[number] for each, s in zip(logprobs, wanted, strict=False) if s is not None])
             apart = logs[sure] - original[sure] if len(known) else np.zeros((0, 1))
             assert np.ptp(apart, axis=1) == pytest.approx(0, abs=1e-8)
-            if own.type == "score":
-                assert_near(column("mean"), [each and float(np.dot(each, own.values)) for each in wanted])
-            if own.type != "predicate":
-                found = column("probabilities")
-                assert_near([each and list(each.values()) for each in found], wanted)
-                assert {tuple(each) for each in found if each is not None} <= {own.labels}
-        first = pa.concat_tables(target.tables(["score", "prediction", "error"])).to_pylist()
-        assert_near([row["score"] for row in first], [each[0] and each[0][0] for each in written.shares])
-        assert [row["error"] for row in first] == [None] * len(logprobs) + ["prompt_too_long"]
+            answers_said = [row[own.name] for row in rows]
+            assert table[own.name].to_pylist() == pytest.approx(answers_said)  # of its own type in every format
+        errors = pa.concat_tables(target.tables(["error"]))["error"].to_pylist()
+        assert errors == [None] * len(logprobs) + ["prompt_too_long"]
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
