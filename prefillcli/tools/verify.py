@@ -103,15 +103,17 @@ class Verification:
 
     def _batches(self, published: Published) -> Iterator[Batch]:
         # The output, as far as it can be read.
-        id_name, form = published.job.id_name or ROW_COLUMN, self._target.file_format
+        job, form = published.job, self._target.file_format
+        id_name = job.id_name or ROW_COLUMN
         for name in published.files:
             with self._target.store.read(name) as file:
                 try:
-                    if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
+                    if form.sealed and Job.of_json(form.job_of(file)).digest != job.digest:
                         self._add(f"{name} is of another job")
-                    for table in rows_of_input(form, file, [id_name, "score", "error"], published.job):
+                    for rows in rows_of_input(form, file, [id_name, *job.told, "error"], job):
+                        table = job.with_score(rows)
                         ids = to_python(table[id_name])
-                        numbers = isinstance(form, CsvFormat) and published.job.id_name is None
+                        numbers = isinstance(form, CsvFormat) and job.id_name is None
                         yield _json_values(ids) if form.json_text or numbers else ids, table["score"], table["error"]
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                     self._add(f"{name} cannot be read: {error}")

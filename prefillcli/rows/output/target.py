@@ -74,6 +74,18 @@ class Job:
         return answers_of(self.fingerprint.get(ANSWERS, ""))
 
     @property
+    def told(self) -> list[str]:
+        """The columns that tell the score of a row, which is that of its first question."""
+        return next((own.told for own in self.answers), ["score"])
+
+    def with_score(self, rows: pa.Table) -> pa.Table:
+        """Return rows of the output with the column `score`, by the columns `told`."""
+        for own in self.answers[:1]:
+            rows = own.with_answer(rows)
+            rows = rows.append_column("score", rows[own.column("score")])
+        return rows
+
+    @property
     def types(self) -> dict[str, pa.DataType]:
         """The types of the columns of named questions."""
         every = (replace(own, groups=frozenset(get_args(Group))) for own in self.answers)
@@ -313,16 +325,11 @@ class Target:
 
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of the output, whose ids are in the column `id_name`."""
-        job, counts = self._job(), Counts()
-        asked = [] if job is None else job.answers[:1]
-        told = [name for own in asked for name in own.told]
-        names = [column.name for column in COLUMNS if column.counted and (column.part == "row" or not asked)]
-        for table in self.tables([*names, *told, id_name or ROW_COLUMN]):
-            rows, first = table, ""
-            for own in asked:
-                rows, first = own.with_answer(rows), own.prefix
-                rows = rows.append_column("score", rows[f"{first}score"])
-            counts.add_rows(rows, id_name=id_name, first=first)
+        job, counts = self._job() or Job({}), Counts()
+        first = next((own.prefix for own in job.answers), "")
+        names = [column.name for column in COLUMNS if column.counted and (column.part == "row" or not first)]
+        for table in self.tables([*names, *job.told, id_name or ROW_COLUMN]):
+            counts.add_rows(job.with_score(table), id_name=id_name, first=first)
         return counts
 
     def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
