@@ -69,10 +69,6 @@ class Judge(JobPart):
     def reported(self, report: RunReport, reached: Reached) -> None:
         """Put its figures into the report of a run that is over, however it ended, by what it has `reached`."""
 
-    def shard_plan(self) -> Mapping[str, Any]:
-        """Return what `merged` needs to know about a shard's job."""
-        return {}
-
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         """Put its figures into the report of an output that `prefill merge` has made of shards."""

@@ -869,6 +869,7 @@ class Evaluating(Judge):
             require_labels(rows.source, plan)
 
     def shard_plan(self) -> Mapping[str, Any]:
+        """Return what `merged` needs to know about a shard's job."""
         return {PLAN: [plan.to_json() for plan in self._plans.values()]}
 
     def ended(self, run: Run) -> None:

@@ -58,6 +58,7 @@ class Parts:
     exits: Exits | None = None
     calibration: Calibrating | None = None
     estimate: Estimating | None = None
+    evaluation: Evaluating | None = None
     rejects: Rejects | None = None
     review: Reviewing | None = None
     rationale: RationaleFollowUp | None = None
@@ -108,6 +109,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     taken = Earlier(settings)
     probabilities = Calibrating(settings) if settings.probabilities.calibrates else None
     shares = Estimating(settings) if _estimates(settings) else None
+    judged = Evaluating(settings) if settings.truth.truth is not None else None
     rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
     floors = settings.review.review_below
     reviewing = None if floors is None else Reviewing(settings, floors)
@@ -115,7 +117,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
         LikelihoodJudge() if settings.likelihood.target_column is not None else None,
         QuestionJudge(asking.named) if isinstance(asking, QuestionAsking) else None,
         *(more, taken, probabilities, compression, leaving, shares),
-        Evaluating(settings) if settings.truth.truth is not None else None,
+        judged,
         rejects,
         reviewing,
         AdapterJudge(settings.adapters) if settings.adapters.adapter else None,
@@ -128,6 +130,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
         exits=leaving,
         calibration=probabilities,
         estimate=shares,
+        evaluation=judged,
         rejects=rejects,
         review=reviewing,
         rationale=more,

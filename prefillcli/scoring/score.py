@@ -288,8 +288,8 @@ class ScoreJob:
             (count,) = ended  # reported at the end of the input
             if run.settings.files.shard is not None:  # for prefill merge, which judges and evaluates the whole
                 plan = sink.plan | {"max_error_rate": run.settings.files.max_error_rate}
-                for each in parts.judges:
-                    plan |= each.shard_plan()
+                if parts.evaluation is not None:
+                    plan |= parts.evaluation.shard_plan()
                 sink.save_plan(plan)
             sink.finish(count)
         if parts.exits is not None:
