@@ -236,12 +236,7 @@ class LabelShare(BaseModel):
     @property
     def name(self) -> str:
         """The label, behind the question's name if it has one."""
-        return f"{_prefix(self.question)}{self.label}"
-
-
-def _prefix(question: str) -> str:
-    # What the columns of a question begin with.
-    return f"{question}." if question else ""
+        return ".".join(filter(None, (self.question, self.label)))
 
 
 class EstimateUse(BaseModel):
