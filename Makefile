@@ -29,7 +29,7 @@ TEST_WORKERS ?= 2
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
+.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-changed test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
 	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
@@ -113,7 +113,7 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
 	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[lm-eval]" "pytest>=8"
+		--editable ".[lm-eval]" "pytest>=8" "jsonschema-rs>=0.33"
 	touch $@
 
 # Peers of `make bench-peers`, each with packages of its own. llama.cpp is compiled for this processor: minutes
@@ -150,7 +150,7 @@ setup-ray: $(RAY_VENV)/.ready
 $(RAY_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8"
+	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8" "jsonschema-rs>=0.33"
 	touch $@
 
 # The wheel and the source distribution, in dist/
@@ -162,7 +162,7 @@ $(BUILD_VENV)/.ready:
 	$(BUILD_VENV)/bin/pip install --quiet --disable-pip-version-check hatchling
 	touch $@
 
-# docs/options.md from the options themselves, and schema/run.schema.json from the report's classes
+# What is made of the options themselves, docs/options.md and the keywords of Python, and schema/run.schema.json
 reference: setup
 	$(BIN)/python -m tests.reference
 
@@ -177,6 +177,11 @@ demo-real: setup-real
 # All tests but the long ones
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "not nightly and not matrix and not real"
+
+# The tests that files changed since a revision can reach, by what imports what: SINCE=HEAD~3. Without it, since the branch
+# left origin/main
+test-changed: setup
+	$(BIN)/python -m tests.changed "$(SINCE)" --quiet --numprocesses $(TEST_WORKERS) --dist worksteal
 
 # What needs no model, in under a minute: plans, statistics, reports, options, imports and docs
 test-fast: setup
@@ -277,17 +282,17 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Methods on made rows of the sample model: minutes
+# Methods on sample and made rows of the sample model: minutes
 bench: setup
 	$(BIN)/python -m benchmarks
-	$(BIN)/prefill bench --rows 100 --keep 0.2 --keep 0.1 -o out/bench.json
+	$(BIN)/prefill bench --limit 100 --keep 0.2 --keep 0.1 -o out/bench.json
 	$(BIN)/python -m benchmarks.made_workloads --workload post-recommendation --rows 100 -o out/made
 	$(BIN)/prefill bench out/made/post-recommendation.parquet --truth answer --limit 100 --keep 0.2 --keep 0.1 \
 		-o out/bench-posts.json
 
 # The real model and the reviews. Takes an hour on two cores
 bench-reviews: setup-real
-	$(BIN)/python -m recipes.bench_reviews
+	$(BIN)/python -m benchmarks.bench_reviews
 
 # Forms of typed questions, on three real models and two labelled texts. Takes two hours on two cores
 bench-forms: setup-real
@@ -295,7 +300,7 @@ bench-forms: setup-real
 
 # A small draft for that model, in out/real/draft: minutes on one core
 distill-draft: setup-real
-	$(BIN)/python -m recipes.distill_draft
+	$(BIN)/python -m benchmarks.distill_draft
 
 # A night in an hour: a million rows, killed every few minutes, on a disk that fills once. Linux, as root: else begin it
 # with `unshare --map-root-user --mount`. For other sizes: python -m tests.soak --help
@@ -316,7 +321,7 @@ bench-harness: setup-vllm
 
 # The table of docs/architectures.md anew: minutes on one core
 architectures: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.prefill.matrix
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.unit.walk.matrix
 
 # The sample models anew
 samples: setup

@@ -1,4 +1,5 @@
-"""The repository's own benchmarks: the layer walk against a plain loop, padded batches and vLLM. Not in the wheel."""
+"""The repository's own benchmarks and experiments: the layer walk against a plain loop, padded batches and vLLM, and
+what a real model shows on real reviews. Not in the wheel."""
 
 from prefillcli.runtime.extras import quiet_imports
 

@@ -13,7 +13,7 @@ Gains are by the cost model, with the measured cost of first models. Progress go
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,12 +32,12 @@ from prefillcli.models.find import read_model_files
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits import judging
+from prefillcli.reading.exits import proof
 from prefillcli.reading.exits.first import readers_of, readings_of
-from prefillcli.reading.exits.judging import (
+from prefillcli.reading.exits.policy import ExitPolicy, Probe
+from prefillcli.reading.exits.proof import (
     CalibrationRows,
     ExitCosts,
-    IntArray,
     calibrate_exits,
     calibration_rows,
     exit_costs,
@@ -45,10 +45,10 @@ from prefillcli.reading.exits.judging import (
     observed_layers,
     work_of,
 )
-from prefillcli.reading.exits.policy import ExitPolicy, Float64Array, Probe
 from prefillcli.rows.records import BEFORE
-from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.scorer import load_here, make_scorer
+from prefillcli.stats.arrays import Float64Array, Int64Array
 from recipes.real_model import FOLDER
 
 COMPARED = 300  # rows that both models read when the cost of the first one is measured
@@ -78,7 +78,7 @@ class Known(Probe):
 
 class Material:
     """The readings of all rows by layer, and the chains that are made of them: exits alone, each first model alone,
-    each with exits, and all together."""
+    and each with exits."""
 
     def __init__(self, case: str, first: Sequence[str], dtype: str) -> None:
         config, model = read_model_files(EXIT_CASES[case].model()).config, kept(case, "", dtype)
@@ -93,11 +93,9 @@ class Material:
             self.chains |= {called: (layer,), f"{called}, exits": (layer, *inside)}
             log(f"{called}: a token costs it {paid[layer] / in_full(self.depth):.1%} of the model's work")
             log(f"{called}: {self.known(layer)}")
-        if len(first) > 1:
-            self.chains |= {"all of --first": tuple(paid), "all of --first, exits": (*paid, *inside)}
         self.costs = replace(exit_costs(config), first=paid)
 
-    def rows(self, chosen: IntArray, layers: Sequence[int]) -> CalibrationRows:
+    def rows(self, chosen: Int64Array, layers: Sequence[int]) -> CalibrationRows:
         """Rows that have their number for a reading after these layers."""
         number = Readings(chosen[:, None].astype(np.float32), self.final[chosen], self.final[chosen])
         return CalibrationRows(dict.fromkeys(layers, number), self.final[chosen], self.weights[chosen])
@@ -111,7 +109,7 @@ class Material:
             own, every = np.sort(order[:count]), self.readings[layer]
             readings = Readings(*(getattr(every, each.name)[own] for each in fields(Readings)))
             rows = CalibrationRows({layer: readings}, self.final[own], self.weights[own])
-            found = judging.candidate_of(rows, layer, 0)
+            found = proof.candidate_of(rows, layer, 0)
             shares = [f"{decided_in_hindsight(found, rows.truth, most):.0%}" for most in (0.01, 0.02, 0.05)]
             said.append(f"{count:,} rows {found.correlation:.2f}, {', '.join(shares)} at 1, 2, 5 %")
         return "; ".join(said)
@@ -119,9 +117,9 @@ class Material:
     @contextmanager
     def fitted_once(self) -> Iterator[None]:
         """Within it, each layer's probe is fitted once for all chains and bounds: the half of the rows is the same."""
-        fit, found = judging.candidate_of, {}
+        fit, found = proof.candidate_of, {}
 
-        def once(rows: CalibrationRows, layer: int, seed: int) -> judging.Candidate:
+        def once(rows: CalibrationRows, layer: int, seed: int) -> proof.Candidate:
             if layer not in found:
                 numbers, every = rows.readings[layer].hidden[:, 0].astype(np.int64), self.readings[layer]
                 own = Readings(*(getattr(every, each.name)[numbers] for each in fields(Readings)))
@@ -129,16 +127,16 @@ class Material:
                 found[layer] = made._replace(probe=Known(made.probe.logits(every)))
             return found[layer]
 
-        with patch.object(judging, "candidate_of", once):
+        with patch.object(proof, "candidate_of", once):
             yield
 
 
-def decided_in_hindsight(found: judging.Candidate, truth: IntArray, most: float) -> float:
+def decided_in_hindsight(found: proof.Candidate, truth: Int64Array, most: float) -> float:
     """The share of the rows that leave at the lowest levels at which at most so many of each answer's rows flip."""
     levels = []
     for label in np.unique(truth):
         own = truth == label
-        danger = np.sort(judging.endangered(found.reach[None, own], found.label[None, own] != label))[::-1]
+        danger = np.sort(proof.endangered(found.reach[None, own], found.label[None, own] != label))[::-1]
         levels.append(max(float(danger[int(most * len(danger))]), 0.0))  # the first flip too many
     others = [max(each for other, each in enumerate(levels) if other != label) for label in range(len(levels))]
     return float(np.mean(found.reach > np.asarray(others)[found.label]))
@@ -233,14 +231,13 @@ def collected(case: str, first: str, dtype: str) -> Arrays:
     with TemporaryDirectory() as folder:
         flags: Arrays = {"inputs": [str(own.rows(Path(folder)))], "model": str(own.model()), "labels": own.labels}
         flags |= {"dtype": dtype, "chat": own.chat, "quiet": True, "output": f"{folder}/scores.parquet"}
-        flags |= {"first": [first]} if first else {"exit": True}
-        opening = open_inputs(load_settings(ScoreSettings, flags, environment={}))
-        inputs = opening.inputs
-        scorer = make_scorer(inputs, opening.parts)
-        with scorer.loaded:
-            with inputs.windows(inputs.builder.close) as coming:
-                prompts = next(coming).prompts
-            load_here(scorer)
+        flags |= {"first": first} if first else {"exit": True}
+        opened, parts = open_rows(load_settings(ScoreSettings, flags, environment={}))
+        inputs = open_inputs(opened, parts)
+        with inputs.windows(inputs.builder.close) as coming:
+            prompts = next(coming).prompts
+        with closing(load_here(inputs.opened, inputs.settings, inputs.labels)) as loaded:
+            scorer = make_scorer(inputs, parts, loaded)
             depth = inputs.opened.files.config.get_text_config().num_hidden_layers
             layers = () if first else observed_layers(depth)
             questions = [Request(prompt) for prompt in prompts[: COMPARED if first else None]]

@@ -43,12 +43,13 @@ def walk(
     from prefillcli.engines.torch import TorchEngine
     from prefillcli.models.find import read_model_files
     from prefillcli.models.open import Opened, Small
-    from prefillcli.options.groups import LoadingOptions
+    from prefillcli.options.settings import JobSettings
     from prefillcli.scoring.loading import load_walk
 
     files = read_model_files(model, dtype=dtype)
     small = () if narrow is None else (Small(files, narrow=narrow),)
-    loaded = load_walk(Opened(files, torch.device("cpu"), None, small, files.max_length), LoadingOptions(**options))
+    settings = JobSettings.of({"inputs": ("rows",), **options})
+    loaded = load_walk(Opened(files, torch.device("cpu"), None, small, files.max_length), settings)
     engine = loaded.engine
     if narrow is not None:
         engine = TorchEngine(loaded.small_walk(chunk_tokens=loaded.plan["chunk_tokens"]), limits=engine.limits)

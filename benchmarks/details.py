@@ -54,16 +54,19 @@ from prefillcli.models.shape import walk_flops
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan, make_plans
+from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray, build_forest, forest_tokens, token_order
-from prefillcli.prompts.builder import EncoderBuilder, PromptSettings
+from prefillcli.prompts.builder import EncoderBuilder
 from prefillcli.prompts.labels import ClassLabels
 from prefillcli.prompts.questions import Label
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.report.section import mebibytes
 from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory
 from prefillcli.runtime.user_cache import load_compiled, share_openmp
-from prefillcli.stats.evaluation import Measure, auc, rows_for
+from prefillcli.stats.evaluation import auc
+from prefillcli.stats.flips import rows_for
+from prefillcli.stats.labels import Measure
 from prefillcli.tools.bench.contest import interleaved
 from prefillcli.walk import forest, fusion
 from prefillcli.walk.attention import ForestKernel, Shift, attend, attend_blockwise, attend_by_products
@@ -82,7 +85,7 @@ def schedules() -> None:
     prompts = [prompts[row] for row in np.random.default_rng(0).permutation(len(prompts))]
     table = Table("packs of", "prefix cache", *SCHEDULES)
     for tokens, held in ((65_536, 0), (65_536, 10_000), (8_192, 3_000), (1, 3_000)):
-        plans = make_plans(prompts, [(name, Limits(tokens, 10**7, held_tokens=held)) for name in SCHEDULES])
+        plans = [make_plan(prompts, Limits(tokens, 10**7, held_tokens=held), name) for name in SCHEDULES]
         ratios = [f"{plan.computed_tokens / plan.unique_tokens:.2f}" for plan in plans]
         table.add_row(f"{tokens:,}", f"{held:,}", *ratios)
     Console(width=120).print(table)
@@ -497,8 +500,8 @@ def _ready(data: Path, output: Path) -> tuple[float, float]:
     code = """
 import os, time
 from prefillcli import cli
-def ready(self):
-    load(self)
+def ready(self, *given):
+    load(self, *given)
     os.write(1, f"{time.time()} {time.process_time()}".encode())
     os._exit(0)
 begun = cli.load_options

@@ -11,12 +11,12 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.needles import post_case, prompt
+from benchmarks.review_passages import write_nights, write_passages
+from benchmarks.review_rows import SHORT, many_shot
 from benchmarks.sample_text import CASES, ask
 from benchmarks.score_runs import SAMPLES
-from prefillcli.tools.bench.material import post_case, prompt
 from recipes.real_model import FOLDER, QWEN, joined_file, real_model, reviews
-from recipes.review_passages import write_nights, write_passages
-from recipes.review_rows import SHORT, many_shot
 
 TOGETHER = 20  # rows behind one prefix
 REVIEW_PREFIXES, SHOTS = 40, 28  # about 2,000 tokens of examples; reviews have about 100 tokens, passages about 30

@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from prefillcli.core.scorer import ModelScorer
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits.judging import (
+from prefillcli.reading.exits.proof import (
     CalibrationRows,
     ExitCalibration,
     calibrate_exits,
@@ -33,10 +34,11 @@ from prefillcli.reading.exits.judging import (
     exit_costs,
     observed_layers,
 )
-from prefillcli.rows.records import Int64Array, Prompt
-from prefillcli.scoring.opening import open_inputs
+from prefillcli.rows.records import Prompt
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.scorer import load_here, make_scorer
-from prefillcli.stats.evaluation import exact_interval
+from prefillcli.stats.arrays import Int64Array
+from prefillcli.stats.intervals import exact_interval
 
 
 def main(
@@ -60,16 +62,15 @@ def main(
 
 def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: int) -> dict[str, Any]:
     """What exits bring on one case, as a value for JSON."""
-    settings = ScoreSettings(
-        inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=case.chat,
-        quiet=True,
-    )  # fmt: skip
-    opening = open_inputs(settings)
-    with opening.inputs.windows(opening.inputs.builder.close) as coming:
+    rows_of, model = str(case.rows(folder)), str(case.model())
+    given = {"inputs": (rows_of,), "model": model, "labels": case.labels, "dtype": dtype, "chat": case.chat}
+    settings = ScoreSettings.of(given | {"quiet": True})
+    opened, parts = open_rows(settings)
+    inputs = open_inputs(opened, parts)
+    with inputs.windows(inputs.builder.close) as coming:
         prompts = next(coming).prompts
-    scorer = make_scorer(opening.inputs, opening.parts)
-    with scorer.loaded:
-        load_here(scorer)
+    with closing(load_here(inputs.opened, settings, inputs.labels)) as loaded:
+        scorer = make_scorer(inputs, parts, loaded)
         learnt, measured = prompts[: case.learnt], prompts[case.learnt :]
         measured = measured[: rows or len(measured)]
         log(f"{len(learnt):,} rows are read in full, to learn")

@@ -26,11 +26,12 @@ from transformers import AutoTokenizer
 
 import prefillcli
 from benchmarks.console import log
+from benchmarks.rated_texts import SOURCES, rated_texts
 from prefillcli.models.files import sample_model
-from prefillcli.rows.records import Float64Array, Int64Array
 from prefillcli.stats.acceptance import lowest_floor
-from prefillcli.stats.evaluation import BoolArray, auc, correlation, label_mass, label_probabilities
-from recipes.rated_texts import SOURCES, rated_texts
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.evaluation import auc, correlation
+from prefillcli.stats.labels import label_mass, label_probabilities
 from recipes.real_model import FOLDER, GEMMA, QWEN, gguf_file, joined_file, reviews
 
 ROTATIONS = 4  # orders that options are asked in, each a quarter further
@@ -51,7 +52,7 @@ class Form(NamedTuple):
     answers: Literal["words", "first", "ended", "codes"] = "words"
     before: bool = False
     cued: bool = False
-    options: tuple[str, ...] = ()  # in place of the question's own
+    options: tuple[str, ...] = ()  # instead of the question's own
 
 
 LISTED = {

@@ -118,7 +118,7 @@ def doctor(bench: Bench) -> None:
     """Which paths of attention agree with explicit scores, and by which kernels; where a walk waits for the device."""
     wrong = _checked_paths(bench, [path for path in attention_checks.CHECKED if path not in COMPILED])
     _profiled_walks(bench, ["llama", "gpt_oss"])
-    summary = doctor_job(DoctorSettings(device=str(bench.device)))
+    summary = doctor_job(DoctorSettings.of({"device": str(bench.device)}))
     bench.add(doctor=summary)
     wrong += _checked_paths(bench, COMPILED)
     _profiled_walks(bench, ["gemma2"])

@@ -23,9 +23,7 @@ import typer
 from transformers import AutoTokenizer
 
 from benchmarks.console import log
-from benchmarks.sample_text import CASES, CREDIT_INSTRUCTION, CREDITORS, ask, credit_case
-from benchmarks.score_runs import SAMPLES
-from prefillcli.tools.bench.material import (
+from benchmarks.needles import (
     POST_INSTRUCTION,
     TOPICS,
     Case,
@@ -36,6 +34,8 @@ from prefillcli.tools.bench.material import (
     post_case,
     prompt,
 )
+from benchmarks.sample_text import CASES, CREDIT_INSTRUCTION, CREDITORS, ask, credit_case
+from benchmarks.score_runs import SAMPLES
 
 NEEDLES = 4  # in multi-needle  # in multi-needle
 CHAINS, LOANS = 4, 5  # in variable-tracking: chains, and names along each (RULER: 1 and 5)

@@ -30,8 +30,8 @@ from scipy.stats import binomtest
 import prefillcli
 from benchmarks.console import log
 from benchmarks.forms import areas, model_of
-from prefillcli.rows.records import Float64Array, Int64Array
-from prefillcli.stats.evaluation import label_mass, label_probabilities
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.labels import label_mass, label_probabilities
 from recipes.real_model import FOLDER
 
 PACKAGE = "tool-eval-bench==3.0.0"

@@ -7,7 +7,7 @@ hand, so it races with the one of several that is best on other draws, which a u
 scores, from a ridge on 500 rows that count for both.
 
 It needs `pip install bargain`, and for real rows the passages of `python -m
-recipes.review_passages`, read in full: `prefill score out/real/passages.parquet -m out/real/model --labels
+benchmarks.review_passages`, read in full: `prefill score out/real/passages.parquet -m out/real/model --labels
 positive,negative --no-chat --dtype float32 -o out/real/passages.scores.parquet`. A table goes to stdout.
 """
 

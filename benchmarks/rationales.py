@@ -33,13 +33,13 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.walk.decoding import KeptForward
-from prefillcli.walk.drafters import JobDrafters
+from prefillcli.walk.drafters import drafter_of
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.lockstep import write_texts
 from prefillcli.walk.walk import LayerWalk
 from recipes.real_model import real_model, reviews
 
-DRAFTERS = ("off", "lookup", "suffix", "retrieval")
+DRAFTERS = ("off", "lookup", "retrieval")
 QUESTION = "\nQuestion: Is the writer of these reviews mostly satisfied? Answer:"
 BECAUSE = " Yes because"
 
@@ -153,7 +153,7 @@ def _round(
                 own, report = task.with_drafter(name).writing, DecodingReport()
                 begun = clock()
                 forward = KeptForward(walk, kept)
-                drafter = JobDrafters().of(forward, own, report)
+                drafter = drafter_of(forward, own, report, None)
                 texts = write_texts(forward, [each for _, each in scored.rows], own, drafter=drafter, report=report)
                 done.decoding[name] = clock() - begun
                 runs[name] = TextRun(dict(zip(scored.beginnings, texts, strict=True)), report)

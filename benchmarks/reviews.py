@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from prefillcli.options.load import scorer_settings
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prompts.questions import Choice, Predicate, Score
-from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.opening import open_inputs, open_rows
 from recipes.real_model import FOLDER, Review, real_model, reviews
 
 EXAMPLE_CHARACTERS = (150, 400)
@@ -89,7 +89,7 @@ def question_tokens(
         rows = Path(folder, "texts.jsonl")
         rows.write_text("\n".join(json.dumps({"text": each}) for each in texts))
         settings = scorer_settings(model, {"questions": list(asked)}, owner="score()", paths=(str(rows),))
-        inputs = open_inputs(settings).inputs
+        inputs = open_inputs(*open_rows(settings))
         with inputs.windows() as windows:
             prompts = [each for window in windows for each in window.prompts]
         inputs.builder.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from prefillcli.tools.bench.material import (
+from benchmarks.needles import (
     CITIES,
     FIRST_NAMES,
     LAST_NAMES,

@@ -4,7 +4,7 @@
 
 Each way scores all rows and writes up to `--tokens` tokens after each row's answer: first once, for its texts and its
 memory, then in `--rounds` rounds in which the ways take turns. `plain` decodes without guesses, and the others are
-compared with it. Without INPUT the rows are needles, those of `prefill bench`. Progress goes to stderr, a table and
+compared with it. Without INPUT the rows are needles. Progress goes to stderr, a table and
 one line of JSON to stdout.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
+from benchmarks.needles import make_needles
 from benchmarks.spread import Spread
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.models import Models
@@ -38,25 +39,27 @@ from prefillcli.models.heads import label_numbers
 from prefillcli.models.law import memory_law
 from prefillcli.models.open import stop_tokens
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.followup import BY_DRAFT, SpeculationName
 from prefillcli.options.groups import DEFAULT_TEMPLATE
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prompts.templates import Beginnings
-from prefillcli.rows.records import Float64Array, Int32Array
 from prefillcli.scoring.loading import load_models
-from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.opening import open_inputs, open_rows
+from prefillcli.stats.arrays import Float64Array, Int32Array
 from prefillcli.tools.bench.contest import interleaved, with_peak
-from prefillcli.tools.bench.material import make_needles
-from prefillcli.walk.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Writing
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
-from prefillcli.walk.drafters import DraftModel, JobDrafters
+from prefillcli.walk.draft_model import DraftModel
+from prefillcli.walk.drafters import drafter_of
 from prefillcli.walk.forest import ATTENTION
 from prefillcli.walk.walk import LayerWalk
 
 REFERENCE = "plain"  # the way of writing with which the others are compared
 PADDED_TOKENS = 32_768  # prompt tokens of a padded batch: a mask of that times the longest prompt must fit beside them
 TOGETHER = {"generate": 1, "generate-padded": PADDED_TOKENS}  # prompt tokens in one batch of transformers' `generate`
+DRAFTERS = tuple(name for name in get_args(SpeculationName) if name != "off")
 WAYS = (REFERENCE, *DRAFTERS, *TOGETHER)
 NEAR_TIE = 1e-4
 BETWEEN = 16  # the most tokens between a prompt and its text
@@ -143,15 +146,13 @@ class LockStepTexts(TextMethod):
 
     def run(self, task: TextTask) -> TextRun:
         task, run = task.with_drafter(self._drafter), TextRun()
-        drafters = JobDrafters()
-        drafters.draft = self._draft
         with self._walking() as walk:
             for scored in scored_packs(walk, task, keep=True):
-                write_on(walk, scored, task, drafters, run)
+                write_on(walk, scored, task, self._draft, run)
         return run
 
 
-def write_on(walk: LayerWalk, scored: ScoredPack, task: TextTask, drafters: JobDrafters, run: TextRun) -> None:
+def write_on(walk: LayerWalk, scored: ScoredPack, task: TextTask, draft: DraftModel | None, run: TextRun) -> None:
     """Write behind the prompts of a scored pack, whose K,V are kept, in lock step."""
     if scored.kept is None:
         raise ValueError("the K,V of this pack are not kept")
@@ -161,7 +162,7 @@ def write_on(walk: LayerWalk, scored: ScoredPack, task: TextTask, drafters: JobD
         scored.rows,
         task.writing,
         room=RowRoom(longest=task.longest),
-        make_drafter=lambda forward: drafters.of(forward, task.writing, run.report),
+        make_drafter=lambda forward: drafter_of(forward, task.writing, run.report, draft),
         report=run.report,
     )
     run.texts |= {prompt: text for prompt, text in zip(scored.beginnings, texts, strict=True) if text is not None}
@@ -295,7 +296,7 @@ def text_methods(names: Sequence[str], models: Models[Any]) -> list[TextMethod]:
     for name in names:
         if name in TOGETHER:
             found.append(GeneratedTexts(name, model, walking, TOGETHER[name]))
-        elif name in DRAFTERS and (draft is not None or not DRAFTERS[name].needs_draft):
+        elif name in DRAFTERS and (draft is not None or name not in BY_DRAFT):
             found.append(LockStepTexts(name, name, walking, draft))
     return found
 
@@ -304,7 +305,7 @@ def measure(
     settings: ScoreSettings, tokens: int, rounds: int, names: Sequence[str] = WAYS[1:]
 ) -> list[dict[str, Any]]:
     """Compare these ways on the rows of the settings: see `compare`."""
-    inputs = open_inputs(settings).inputs
+    inputs = open_inputs(*open_rows(settings))
     with closing(load_models(inputs.opened, settings)) as models:
         task = text_task(inputs, models, tokens)
         return compare(task, text_methods(names, models), rounds, inputs.opened.device)

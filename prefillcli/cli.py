@@ -21,13 +21,13 @@ from prefillcli.command_line import (
 from prefillcli.options.commands import (
     COMMANDS,
     BenchSettings,
+    CalibrateSettings,
     DoctorSettings,
     InspectSettings,
     MergeSettings,
     ProfileSettings,
     ScoreSettings,
 )
-from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.option import RUN
 from prefillcli.runtime.clock import StepLog, step
 from prefillcli.runtime.extras import light_imports
@@ -79,8 +79,7 @@ def _command_of(name: str, job: Callable[[AnyOptions], Summary]) -> tuple[Callab
 
     def command(recipe: str | None, **given: Any) -> None:
         settings = load_options(kind, recipe, given)
-        interval, quiet = getattr(settings, "progress_interval", 30.0), getattr(settings, "quiet", False)
-        with StepLog(interval=interval, quiet=quiet):
+        with StepLog(interval=settings.interval, quiet=settings.quiet):
             summary = job(settings)
         finish(summary)
 
@@ -171,7 +170,7 @@ def calibrate(settings: CalibrateSettings) -> Summary:
     from prefillcli.tools.calibrate import calibrate_job
     from prefillcli.tools.floors import floors_job
 
-    return calibrate_job(settings) if settings.accuracy is None else floors_job(settings)
+    return calibrate_job(settings) if settings.fit.accuracy is None else floors_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

@@ -15,10 +15,11 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from prefillcli.errors import Interrupted, PrefillError, shown
-from prefillcli.options.commands import COMMANDS, PIPE
-from prefillcli.options.groups import ModelOptions
-from prefillcli.options.load import load_settings, settled_options
-from prefillcli.options.option import RUN, Settings, details_of, unescaped
+from prefillcli.options.commands import COMMANDS
+from prefillcli.options.groups import PIPE
+from prefillcli.options.load import load_settings, rare_options
+from prefillcli.options.option import PANELS, RUN, STEPS, Settings, details_of, unescaped
+from prefillcli.options.settings import ModelSettings
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare
 from prefillcli.runtime.extras import quiet_imports
@@ -29,6 +30,7 @@ from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no
 AnyOptions = TypeVar("AnyOptions", bound=Settings)
 MOST_OPTIONS = 20  # on a help page
 MOST_ON_TERMINAL = 2000  # characters of the last line on stdout
+TEXT = r" \n is a line break, \t a tab."  # in the help of options with text of prompts
 SET, HELP_ALL = "set", "help_all"  # parameters of commands that are no fields of their settings
 
 
@@ -43,22 +45,24 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
     """
     place = settings.given_by_place()
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
-    chosen = typer.Option("--set", metavar="NAME=VALUE", help="A setting, see below; repeatable.", rich_help_panel=RUN)
+    chosen = typer.Option(
+        "--set", metavar="NAME=VALUE", help="A rare option, see below; repeatable.", rich_help_panel=RUN
+    )
     whole = typer.Option(
-        "--help-all", help="Show all options, by panel.", rich_help_panel=RUN, is_eager=True, callback=_show_all
+        "--help-all", help="Show all options.", rich_help_panel=RUN, is_eager=True, callback=_show_all
     )
     return [
         *([] if place is None else [_argument(settings, place)]),
         *(_option(settings, name) for name in settings.of_level("first", "more")),
         _parameter("recipe", str, recipe),
-        *([_parameter(SET, list[str], chosen)] if settings.of_level("settled") else []),
+        *([_parameter(SET, list[str], chosen)] if settings.of_level("rare") else []),
         *([_parameter(HELP_ALL, bool, whole)] if is_long(settings) else []),
     ]
 
 
 def is_long(settings: type[Settings]) -> bool:
     """Return whether a help page with all options would be too long to be read."""
-    return len(settings.model_fields) > MOST_OPTIONS
+    return len(settings.options()) > MOST_OPTIONS
 
 
 def _show_all(context: typer.Context, asked: bool | None) -> None:
@@ -69,14 +73,14 @@ def _show_all(context: typer.Context, asked: bool | None) -> None:
 
 
 def _argument(settings: type[Settings], name: str) -> inspect.Parameter:
-    field = settings.model_fields[name]
+    field = settings.options()[name]
     kind: Any = str if field.annotation is str else list[str]
     metavar = "INPUT" if name == "inputs" else name.upper()
     return _parameter(name, kind, typer.Argument(metavar=metavar, help=field.description))
 
 
 def _option(settings: type[Settings], name: str) -> inspect.Parameter:
-    field, details = settings.model_fields[name], details_of(settings, name)
+    field, details = settings.options()[name], details_of(settings, name)
     flag = "--" + name.replace("_", "-")
     kind: Any = field.annotation
     if kind is bool:
@@ -105,10 +109,10 @@ def _option(settings: type[Settings], name: str) -> inspect.Parameter:
 
 def option_help(settings: type[Settings], name: str) -> str:
     """Return the help text of an option, with its default."""
-    field = settings.model_fields[name]
+    field = settings.options()[name]
     help = field.description or ""
     if details_of(settings, name).text:
-        help += r" \n is a line break, \t a tab."
+        help += TEXT
     if "(default" not in help and field.default not in (None, False, "", (), {}):
         default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
         help += f" (default: {default})"
@@ -126,7 +130,7 @@ def _parameter(name: str, kind: Any, shown: Any) -> inspect.Parameter:
 # Typer's own pages for rich terminals take as long to import and to draw as all the rest of a help page.
 
 
-_NO_BREAK = "\N{NON-BREAKING HYPHEN}"  # lines are not broken at it, as they are at the hyphens of --keep-private
+_NO_BREAK = "\N{NON-BREAKING HYPHEN}"  # lines are not broken at it, as they are at the hyphens of --keep-columns
 
 
 class GroupedCommand(TyperCommand):
@@ -140,41 +144,42 @@ class GroupedCommand(TyperCommand):
         return type(cls.__name__, (cls,), {"settings": settings})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the words of the command line. An error explains how to give a setting that has no flag, and names
+        """Return the words of the command line. An error explains how to give an option that has no flag, and names
         the commands that have an option which this one lacks."""
         own = {flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
         for word in (word for word in args if word.startswith("--")):
             flag = word.partition("=")[0]
             name = flag.removeprefix("--").replace("-", "_")
-            if name in self.settings.of_level("settled"):
-                ctx.fail(f"{word}: this setting has no flag, give --set {name}=VALUE")
-            others = [f"prefill {other}" for other, kind in COMMANDS.items() if name in kind.model_fields]
+            if name in self.settings.of_level("rare"):
+                ctx.fail(f"{word}: this option has no flag, give --set {name}=VALUE")
+            others = [f"prefill {other}" for other, kind in COMMANDS.items() if name in kind.options()]
             if others and flag not in own:
                 ctx.fail(f"{flag}: an option of {' and '.join(others)}, not of prefill {self.name}")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options to the page: arguments first, then the options panel by panel."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        left_out = set()
-        if is_long(self.settings) and HELP_ALL not in ctx.meta:
-            left_out = {SET, *self.settings.of_level("more")}
+        short = is_long(self.settings) and HELP_ALL not in ctx.meta
+        left_out = {SET, *self.settings.of_level("more")} if short else set()
+        titles = {panel: step if short else panel for step, panels in STEPS.items() for panel in panels}
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{titles[panel]: [] for panel in PANELS}}
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx)
             if record is not None and each.name not in left_out:
-                names, help = record
-                kind = "Arguments" if isinstance(each, TyperArgument) else "Options"
-                rows = groups.setdefault(getattr(each, "rich_help_panel", None) or kind, [])
+                names, help = record[0].partition(" <")[0], record[1]  # without the type that typer adds to arguments
+                kind = "Arguments" if isinstance(each, TyperArgument) else RUN
+                panel = getattr(each, "rich_help_panel", None) or kind
+                rows = groups[titles.get(panel, panel)]
                 rows.append((names, help.replace("-", _NO_BREAK)))
-        settled = self.settings.of_level("settled")
+        rare = self.settings.of_level("rare")
         if left_out:
-            more = len(left_out & set(self.settings.model_fields))
+            more = len(left_out & set(self.settings.options()))
             all_options = f"prefill {self.name} --help-all".replace("-", _NO_BREAK)
-            groups[f"{more} more options, and {len(settled)} settings"] = [(all_options, "")]
-        elif settled:
-            rows = [(f"{name}=", option_help(self.settings, name).replace("-", _NO_BREAK)) for name in settled]
-            groups["Settings, which measurement has settled (--set NAME=VALUE)"] = rows
-        for name, rows in groups.items():
+            groups[f"{more} more options, and {len(rare)} rare ones"] = [(all_options, "")]
+        elif rare:
+            rows = [(f"{name}=", option_help(self.settings, name).replace("-", _NO_BREAK)) for name in rare]
+            groups["Rare options, which have no flag (--set NAME=VALUE)"] = rows
+        for name, rows in ((name, rows) for name, rows in groups.items() if rows):
             with formatter.section(name):
                 formatter.write_dl(rows)
 
@@ -261,15 +266,15 @@ def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, An
     given.pop(HELP_ALL, None)
     given = {name: value if name == SET else unescaped(kind, name, value) for name, value in given.items()}
     try:
-        given |= settled_options(kind, given.pop(SET, []))
+        given |= rare_options(kind, given.pop(SET, []))
         settings = load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
         log.error(str(error))
         summary = {"status": "failed", "exit_code": error.exit_code, "error": str(error)}
         piped = PIPE in ([flags["output"]] if flags.get("output") else flags.get("inputs") or ())
         finish(summary | ({"output": PIPE} if piped else {}))
-    if isinstance(settings, ModelOptions) and settings.computes_here:
-        prepare(settings.threads)
+    if isinstance(settings, ModelSettings) and settings.computes_here:
+        prepare(settings.lm.threads)
         prepare_allocator()
     return settings
 

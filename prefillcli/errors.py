@@ -214,17 +214,22 @@ def without_secrets(text: str) -> str:
 
 def shown(value: Any) -> Any:
     """Return settings, a summary or a report as they may be stored and printed: every text in them
-    `without_secrets`."""
+    `without_secrets`. A report in which nothing is hidden is returned as it is."""
     if isinstance(value, str):
         return without_secrets(value) if "://" in value else value
+    if value is None or isinstance(value, int | float):  # nearly everything in a report is a number
+        return value
     if isinstance(value, list):
-        return [shown(item) for item in value]
+        found = [shown(item) for item in value]
+        return found if any(own is not item for own, item in zip(found, value, strict=True)) else value
     if isinstance(value, tuple):
         return tuple.__new__(type(value), map(shown, value))  # a named one too
     if isinstance(value, dict):
-        return {key: HIDDEN if _is_secret(key, item) else shown(item) for key, item in value.items()}
+        told = {key: HIDDEN if _is_secret(key, item) else shown(item) for key, item in value.items()}
+        return told if any(told[key] is not item for key, item in value.items()) else value
     if hasattr(value, "model_copy"):  # of pydantic
-        return value.model_copy(update={name: shown(item) for name, item in value})
+        hidden = {name: own for name, item in value if (own := shown(item)) is not item}
+        return value.model_copy(update=hidden) if hidden else value
     return value
 
 

@@ -46,7 +46,7 @@ from prefillcli.walk.continuations import Beginning, Writing
 #: Options of `prefill score` about the model and its memory, which are arguments of the model too.
 OPTIONS = (
     *("revision", "trust_remote_code", "dtype", "threads", "adapter", "max_length", "deterministic"),
-    *("memory", "pack_tokens", "chunk_tokens", "prefix_kv", "schedule", "weights", "weights_memory", "hidden"),
+    *("memory", "pack_tokens", "chunk_tokens", "prefix_kv", "weights", "weights_memory", "hidden"),
     *("compile", "draft", "speculation", "speculation_tokens"),
 )
 

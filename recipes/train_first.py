@@ -11,6 +11,7 @@ no log-probabilities of the rows that left, and they teach nothing. Order and ba
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -27,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from prefillcli.core.inputs import Inputs
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.scoring.opening import Opening
-from recipes.distill_draft import cut_model, log, trainable, watch_attention
+from prefillcli.scoring.opening import open_inputs, open_rows
 
 HELD_BACK = 10  # one row in so many
 WARM_UP = 20  # steps
@@ -59,21 +60,19 @@ class Course:
     seed: int = 0
 
 
-def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
+def read_lessons(report: Path) -> tuple[Inputs, list[Lesson]]:
     """The rows of a finished job that have all label log-probabilities, and what the job was opened with.
 
     Raises ValueError if there are none, or if two labels begin with the same token.
     """
     settings = ScoreSettings(**json.loads(report.read_text())["settings"])
-    opening = Opening(settings)
-    opening.open_source()
-    opening.open_models()
-    scored = pq.read_table(settings.output, columns=[f"logprob_{name}" for name in opening.inputs.labels.names])
+    inputs = open_inputs(*open_rows(settings))
+    scored = pq.read_table(settings.files.output, columns=[f"logprob_{name}" for name in inputs.labels.names])
     answers = np.column_stack([column.to_numpy(zero_copy_only=False) for column in scored.columns]).astype(np.float32)
     answers -= answers.mean(axis=1, keepdims=True)
     found: list[Lesson] = []
     at = 0  # the output has a row for each of the input, in its order
-    with opening.inputs.windows() as windows:
+    with inputs.windows() as windows:
         for window in windows:
             place = {int(row): at + number for number, row in enumerate(window.rows)}
             at += len(window.rows)
@@ -84,10 +83,42 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
                     raise ValueError("two labels begin with the same token: train with labels that differ in it")
                 if answer.isfinite().all():
                     found.append(Lesson(torch.from_numpy(prompt.tokens).long(), torch.tensor(heads), answer))
-    opening.inputs.builder.close()
+    inputs.builder.close()
     if not found:
-        raise ValueError(f"{settings.output}: no row has the label log-probabilities of a full read")
-    return opening, found
+        raise ValueError(f"{settings.files.output}: no row has the label log-probabilities of a full read")
+    return inputs, found
+
+
+def cut_model(model: PreTrainedModel, layers: int, attention: str = "sdpa") -> PreTrainedModel:
+    """The model's first `layers` layers with its embeddings, last norm and head, in float32; weights are copies.
+
+    Raises ValueError if the model has fewer layers.
+    """
+    config = copy.deepcopy(model.config)
+    if not 0 < layers <= config.num_hidden_layers:
+        raise ValueError(f"the model has {config.num_hidden_layers} layers, so {layers} of them cannot be kept")
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    small: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
+    given = model.state_dict()
+    small.load_state_dict({name: given[name].float() for name in small.state_dict()})
+    return small
+
+
+def trainable(model: PreTrainedModel, layers: int) -> list[torch.nn.Parameter]:
+    """The parameters of the last `layers` layers and of the norm behind them; all others are frozen."""
+    model.requires_grad_(False)
+    body: Any = model.base_model
+    own = [each for part in [*body.layers[-layers:], body.norm] for each in part.parameters()] if layers else []
+    for each in own:
+        each.requires_grad_(True)
+    return own
+
+
+def log(text: str) -> None:
+    """A progress line on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def batches(lessons: Sequence[Lesson], tokens: int, rng: Random) -> Iterator[list[Lesson]]:
@@ -154,10 +185,9 @@ def train(model: PreTrainedModel, lessons: Sequence[Lesson], course: Course) -> 
 def make_first(report: Path, output: Path, course: Course) -> float:
     """Write a first model for jobs like the one of `report`; returns the correlation on rows that were held back."""
     torch.manual_seed(course.seed)
-    opening, lessons = read_lessons(report)
-    watch_attention()
+    inputs, lessons = read_lessons(report)
     model = cut_model(
-        AutoModelForCausalLM.from_pretrained(opening.inputs.settings.model, dtype=torch.float32), course.layers
+        AutoModelForCausalLM.from_pretrained(inputs.settings.lm.model, dtype=torch.float32), course.layers
     )
     Random(course.seed).shuffle(lessons)
     held, taught = lessons[: len(lessons) // HELD_BACK], lessons[len(lessons) // HELD_BACK :]
@@ -165,7 +195,7 @@ def make_first(report: Path, output: Path, course: Course) -> float:
     train(model, taught, course)
     found = measure(model, held, course) if held else float("nan")
     model.to(torch.bfloat16).save_pretrained(output)
-    opening.inputs.opened.tokenizer.save_pretrained(output)
+    inputs.opened.tokenizer.save_pretrained(output)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import zlib
 from collections import Counter, defaultdict
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from prefillcli.runtime.extras import quiet_imports
+from prefillcli.runtime.memory import total_memory
 from prefillcli.runtime.user_cache import cache_folder
 
 try:
@@ -31,6 +33,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Folders of tests are in memory where there is room: `fsync` waits there for no disk, and removing them takes no time.
+_IN_MEMORY, _ROOM = "/dev/shm", 4 << 30  # noqa: S108 - pytest makes a folder of its own in it
+with suppress(OSError):
+    if shutil.disk_usage(_IN_MEMORY).free >= _ROOM and total_memory() >= 4 * _ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _IN_MEMORY)
+
 # As the command does before it imports them: tests look at what a job says on stderr.
 quiet_imports()
 
@@ -46,6 +54,24 @@ def _one_thread() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _known_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Jobs open models that this process knows from memory, but where opening them is the subject."""
+    if any(part in _OPENING for part in request.path.relative_to(request.config.rootpath / "tests").parts[:-1]) or (
+        request.node.get_closest_marker("fresh_models")
+    ):
+        yield
+        return
+    from tests.kept_models import keep_models
+
+    with pytest.MonkeyPatch.context() as patch:
+        keep_models(patch)
+        yield
+
+
+_OPENING = frozenset({"models", "faults", "fuzz", "install", "airflow", "real", "llama_cpp", "soak"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, wherever it does, for type checking too."""
+@cache
+def imported(path: Path, modules: frozenset[str] = frozenset(MODULES)) -> tuple[str, ...]:
+    """The modules that a file imports, wherever it does, for type checking too: of these, or those of a name."""
+    return tuple(_imported(path, modules))
+
+
+def _imported(path: Path, modules: frozenset[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in MODULES else node.module
+                yield inner if inner in modules else node.module
 
 
 def circles() -> list[set[str]]:

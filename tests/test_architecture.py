@@ -13,14 +13,23 @@ import typer
 
 from prefillcli import cli
 from prefillcli.command_line import is_long
+from prefillcli.core.inputs import Inputs, OpenRows
+from prefillcli.core.run import Run
+from prefillcli.core.scorer import LoadedModels, ModelScorer
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
 from prefillcli.scoring import identity
+from prefillcli.scoring.compose import Parts
+from prefillcli.scoring.score import ScoreJob
 from tests.house import FILES, MODULES, PACKAGE, ROLES, ROOT, circles, implementers, imported
 
 
 def test_no_circle_has_more_than_four_files() -> None:
     assert max(map(len, circles())) <= 4, circles()
+
+
+def test_no_module_imports_itself() -> None:
+    assert [module for module, path in MODULES.items() if module in imported(path)] == []
 
 
 def test_every_method_of_a_role_has_several_implementers() -> None:
@@ -95,7 +104,7 @@ OPTIONS_READ = {
     "prefillcli.prompts.questions",
     "prefillcli.rows.filesystems",
     "prefillcli.rows.output",
-    "prefillcli.engines.registry",
+    "prefillcli.options.engines",
     "prefillcli.plan",
     "prefillcli.runtime.extras",
     "prefillcli.runtime.memory",
@@ -110,13 +119,12 @@ def test_options_know_registries_only() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_changes(command: str) -> None:
-    for name in COMMANDS[command].model_fields:
+    for name in COMMANDS[command].options():
         assert details_of(COMMANDS[command], name).changes in get_args(Change), name
 
 
 def test_the_digests_name_only_options_that_make_the_job() -> None:
     named = [*(name for names in identity.STANDS_FOR.values() for name in names)]
-    named += identity.SETTINGS_ORDER
     assert len(named) == len(set(named))
     assert set(named) <= set(ScoreSettings.changing("scores", "columns", "rows"))
 
@@ -125,8 +133,8 @@ def test_the_digests_name_only_options_that_make_the_job() -> None:
 def test_the_command_line_has_the_options_of_its_settings(command: str) -> None:
     kind = COMMANDS[command]
     lines: Any = typer.main.get_command(cli.app)
-    has_flag = {*kind.model_fields, "recipe"} - {*kind.of_level("settled")}
-    has_flag |= {"set"} if kind.of_level("settled") else set()
+    has_flag = {*kind.options(), "recipe"} - {*kind.of_level("rare")}
+    has_flag |= {"set"} if kind.of_level("rare") else set()
     has_flag |= {"help_all"} if is_long(kind) else set()
     assert {each.name for each in lines.commands[command].params} == has_flag
     run = getattr(cli, f"{command}_", None) or getattr(cli, command)
@@ -190,3 +198,57 @@ def test_what_can_be_added_has_a_room() -> None:
         named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", where)
         assert named, what
         assert all((PACKAGE / name).exists() for name in named), where
+
+
+def test_only_the_command_line_and_what_tells_of_options_asks_for_one_by_its_name() -> None:
+    """A part of a job takes its group of settings, whose types mypy checks."""
+    for module, path in MODULES.items():
+        if module.startswith(("prefillcli.options", "prefillcli.command_line")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg) and node.arg == "settings" and node.annotation is not None:
+                assert ast.unparse(node.annotation) != "Any", (module, node.lineno)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                assert not ast.unparse(node.args[0]).endswith("settings"), (module, node.lineno)
+
+
+# What a library of others, or this system, may have or not have.
+PROBED = {
+    "prefillcli.errors": {"model_copy"},
+    "prefillcli.library.session": {"name", "__arrow_c_stream__", "__arrow_c_array__"},
+    "prefillcli.models.files": {"embedding_size"},
+    "prefillcli.models.law": {"__dict__"},
+    "prefillcli.models.placement": {"compressor"},
+    "prefillcli.models.shape": {"sliding_window"},
+    "prefillcli.prompts.nursery": {"pidfd_open"},
+    "prefillcli.rows.output.tallies": {"_make"},
+    "prefillcli.runtime.cores": {"sched_getaffinity", "sched_setaffinity"},
+    "prefillcli.scoring.runners.worker": {"is_initialized"},
+    "prefillcli.walk.cuda_kernels": {"AuxRequest"},
+    "prefillcli.walk.narrow": {"prefill_int8_product"},
+    "prefillcli.walk.recurrent": {"goes_through"},
+}
+
+
+def test_no_object_of_ours_is_asked_what_it_has_by_now() -> None:
+    """A phase returns a value that is whole; what a run has not reached yet is None, in `core/run.py`'s `Reached`."""
+    for module, path in MODULES.items():
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        asked = [node.args for node in calls if ast.unparse(node.func) == "hasattr"]
+        asked += [node.args for node in calls if ast.unparse(node.func) == "getattr" and _of_ours(node)]
+        assert {_name(args[1]) for args in asked} <= PROBED.get(module, set()), module
+
+
+def _of_ours(call: ast.Call) -> bool:
+    # Whether an attribute that may be missing is asked of one of these.
+    words = ast.unparse(call.args[0]).replace("_", ".").split(".")
+    return len(call.args) > 2 and words[-1] in ("self", "run", "job", "inputs", "scorer", "pool", "sink", "reached")
+
+
+def _name(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+
+
+@pytest.mark.parametrize("kind", [OpenRows, Inputs, Run, LoadedModels, ModelScorer, Parts, ScoreJob])
+def test_what_a_phase_returns_is_whole(kind: Any) -> None:
+    assert kind.__dataclass_params__.frozen

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import Calibration, fit_platt, log_shares_of, read_calibration
-from prefillcli.options.judging import CalibrateSettings
+from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.calibrate import calibrate_job
 from tests.jobs.jobs import write_jsonl, write_parquet

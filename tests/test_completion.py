@@ -29,11 +29,11 @@ def test_bash_completes_commands_options_and_their_values(environment: dict[str,
             COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
             _prefill_completion prefill; echo "${COMPREPLY[*]}"
         }
-        ask prefill in; ask prefill score --sche; ask prefill score --schedule srjf; ask prefill bench --rou
+        ask prefill in; ask prefill score --spec; ask prefill score --speculation lo; ask prefill bench --rou
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
     assert done.stderr == ""
-    assert done.stdout.splitlines()[1:] == ["inspect", "--schedule", "srjf srjf-calibrated", "--rounds"]
+    assert done.stdout.splitlines()[1:] == ["inspect", "--speculation", "lookup", "--rounds"]
 
 
 @pytest.mark.skipif(not COMMAND.exists(), reason="the command is not installed beside this Python")

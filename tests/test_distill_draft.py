@@ -11,14 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from prefillcli.models.open import open_models
-from prefillcli.options.commands import BenchSettings
-from prefillcli.reading.compress.settings import Compression
-from recipes.distill_draft import (
+from benchmarks.distill_draft import (
     WATCHED,
     Course,
     Lesson,
-    cut_model,
     distill,
     losses,
     make_lesson,
@@ -27,7 +23,11 @@ from recipes.distill_draft import (
     train,
     watch_attention,
 )
+from prefillcli.models.open import open_models
+from prefillcli.options.commands import BenchSettings
+from prefillcli.reading.compress.settings import Compression
 from recipes.real_model import Review
+from recipes.train_first import cut_model
 
 TARGET = Path(__file__).parent.parent / "samples" / "models" / "target"
 RULES = Compression()
@@ -56,7 +56,7 @@ def lessons(teacher: PreTrainedModel) -> list[Lesson]:
 
 def test_the_cut_model_is_the_beginning_of_the_whole(teacher: PreTrainedModel) -> None:
     tokens = torch.arange(5, 45)[None]
-    small = cut_model(teacher, 2)
+    small = cut_model(teacher, 2, WATCHED)
     with torch.no_grad():
         whole = teacher(tokens, output_hidden_states=True).hidden_states
         part = small(tokens, output_hidden_states=True).hidden_states
@@ -70,7 +70,7 @@ def test_the_cut_model_is_the_beginning_of_the_whole(teacher: PreTrainedModel) -
 @pytest.mark.parametrize("layers", [0, 5])
 def test_a_model_has_only_the_layers_that_it_has(teacher: PreTrainedModel, layers: int) -> None:
     with pytest.raises(ValueError, match="4 layers"):
-        cut_model(teacher, layers)
+        cut_model(teacher, layers, WATCHED)
 
 
 def test_votes_are_those_of_the_models_eager_attention(teacher: PreTrainedModel) -> None:
@@ -92,7 +92,7 @@ def test_votes_are_those_of_the_models_eager_attention(teacher: PreTrainedModel)
 
 
 def test_the_whole_model_has_nothing_to_learn(teacher: PreTrainedModel, lessons: list[Lesson]) -> None:
-    words, looks = measure(cut_model(teacher, 4), lessons)
+    words, looks = measure(cut_model(teacher, 4, WATCHED), lessons)
     assert abs(words) < 1e-3  # the lesson's log-probabilities are rounded to bfloat16
     assert abs(looks) < 1e-5
 
@@ -100,8 +100,8 @@ def test_the_whole_model_has_nothing_to_learn(teacher: PreTrainedModel, lessons:
 def test_training_lowers_the_losses_and_changes_the_last_layers_alone(
     teacher: PreTrainedModel, lessons: list[Lesson]
 ) -> None:
-    small = cut_model(teacher, 2)
-    before, untouched = sum(measure(small, lessons)), cut_model(teacher, 2).state_dict()
+    small = cut_model(teacher, 2, WATCHED)
+    before, untouched = sum(measure(small, lessons)), cut_model(teacher, 2, WATCHED).state_dict()
     train(small, lessons, layers=1, steps=12, rate=1e-3)
     assert sum(measure(small, lessons)) < 0.95 * before
     changed = {name for name, value in small.state_dict().items() if not torch.equal(value, untouched[name])}
@@ -118,7 +118,7 @@ def test_a_lesson_asks_at_the_questions_and_behind_them(teacher: PreTrainedModel
         asked = tokenizer.decode(lesson.tokens[lesson.queries])
         assert asked.count("Sentiment:") >= 4
         with torch.no_grad():
-            assert all(float(loss) > 0 for loss in losses(cut_model(teacher, 1), lesson))
+            assert all(float(loss) > 0 for loss in losses(cut_model(teacher, 1, WATCHED), lesson))
 
 
 def test_the_draft_on_disk_fits_the_model_and_is_the_same_again(tmp_path: Path) -> None:

@@ -49,4 +49,4 @@ def test_no_other_place_knows_whether_a_job_can_be_resumed() -> None:
         for path in package.rglob("*.py")
         if any(_ADVISES.search(line) for line in path.read_text().splitlines())
     }
-    assert found == {"errors.py", "tools/status.py", "rows/output/sink.py"}
+    assert found == {"errors.py", "tools/status.py", "rows/output/resumption.py"}

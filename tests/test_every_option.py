@@ -23,7 +23,7 @@ from prefillcli.cli import app
 from prefillcli.errors import PrefillError
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import Settings, as_typed, details_of
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_rows
 from prefillcli.tools.bench.bench_job import _check as check_bench
 
 Values = dict[str, Any]
@@ -47,7 +47,7 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
         "label_norm": "tokens", "label_end": ".", "temperature": 2.0, "model": MODEL, "trust_remote_code": True,
         "device": "cpu", "dtype": "float32", "head": "vocabulary", "threads": 1, "gguf_cache": "1GiB",
         "memory": "1GiB",
-        "pack_tokens": 512, "chunk_tokens": 64, "prefix_kv": "discard", "draft": DRAFT, "schedule": "fifo",
+        "pack_tokens": 512, "chunk_tokens": 64, "prefix_kv": "discard", "draft": DRAFT,
         "hidden": "device", "compile": True, "progress_interval": 5.0, "quiet": True, "debug": True,
         "log_format": "json", "run_id": "night", "workers": 2, "runner": "ray", "overwrite": True,
         "report": "o.json", "metrics_file": "o.prom", "max_error_rate": 0.5, "skip_empty": True,
@@ -74,7 +74,6 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
     "options": ('late,"early, or not"', ONE),
     "levels": ("1,2,3", ONE),
     "orders": (2, ONE | {"options": "a,b"}),
-    "questions_as": ("rows", {"questions": "q.yaml"}),
     "rationale_template": ("{{ label }} since", WRITES),
     "rationale_temperature": (0.5, WRITES | {"speculation": "off"}),
     "rationale_seed": (1, WRITES | {"rationale_temperature": 0.5, "speculation": "off"}),
@@ -127,11 +126,7 @@ OF_COMMAND: dict[tuple[str, str], tuple[Any, Values]] = {
     ("inspect", "question"): ("late", {"questions": "q.yaml"}),
     ("inspect", "format"): ("openai", {"inputs": "requests.jsonl"}),
     ("inspect", "exit_profile"): ("exits.json", {}),
-    ("bench", "workload"): ("needle", {"inputs": None}),
-    ("bench", "rows"): (4, {"inputs": None}),
-    ("bench", "tokens"): (200, {"inputs": None}),
-    ("bench", "scale"): (0.5, {"inputs": None}),
-    ("bench", "seed"): (1, {"inputs": None}),
+    ("bench", "seed"): (1, {"sample": 2}),
     ("bench", "first"): ("words", {"method": "first"}),
     ("bench", "exit_rows"): (50, {"method": "early-exit"}),
     ("bench", "max_flips"): (0.1, {"method": "early-exit"}),
@@ -154,7 +149,7 @@ LEAST: dict[str, Values] = {
     "doctor": {},
     "calibrate": {"scores": "scores.parquet", "truth": "right"},
 }
-CASES = [(command, name) for command, kind in COMMANDS.items() for name in kind.of_level("first", "more", "settled")]
+CASES = [(command, name) for command, kind in COMMANDS.items() for name in kind.of_level("first", "more", "rare")]
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +206,7 @@ def words_of(command: str, values: Values) -> list[str]:
             found[:0] = [] if value is None else [str(value)]
             continue
         flag = as_typed(kind, name, value)
-        if details_of(kind, name).level == "settled":
+        if details_of(kind, name).level == "rare":
             found += ["--set", f"{name}={value}"]
         else:
             found += [flag] if isinstance(value, bool) else [flag, str(value)]
@@ -222,9 +217,8 @@ def open_job(command: str, settings: Any) -> None:
     """Do what the command does before torch is imported."""
     if command == "bench":
         check_bench(settings.with_defaults())
-    elif command in ("score", "inspect") or (command == "profile" and settings.inputs):
-        opening = Opening(settings, (getattr(settings, "id_column", None), *getattr(settings, "keep_columns", ())))
-        opening.open_source()
+    elif command in ("score", "inspect") or (command == "profile" and settings.input.inputs):
+        open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)
@@ -233,12 +227,12 @@ def test_an_option_is_taken_and_its_job_begins(
 ) -> None:
     assert name in OPTIONS or (command, name) in OF_COMMAND, f"prefill {command} --{name} is new: add it above"
     value, beside = OF_COMMAND.get((command, name)) or OPTIONS[name]
-    known = COMMANDS[command].model_fields
+    known = COMMANDS[command].options()
     values = LEAST[command] | {key: own for key, own in beside.items() if key in known} | {name: value}
     if "template" in values or values.get("inputs") in ("requests.jsonl", None):  # these say what a prompt is
         values.pop("prompt_column", None)
     settings = given(command, words_of(command, values))
-    assert name in settings.model_fields_set
+    assert name in settings.given
     try:
         open_job(command, settings)
     except PrefillError as error:

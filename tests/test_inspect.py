@@ -40,7 +40,7 @@ SAMPLES = Path(__file__).parent.parent / "samples"
 POSTS, CREDITS = SAMPLES / "post_recommendation.parquet", SAMPLES / "credit_verification.jsonl"
 MODEL = ("-m", SAMPLES / "models" / "target")
 PAIR = (*MODEL, "--draft", SAMPLES / "models" / "draft")
-COMPRESS = ("--keep", "0.2", "--set", "query_window=8", "--compress-above", "0")
+COMPRESS = ("--keep", "0.2", "--set", "query_window=8", "--set", "compress_above=0")
 TOLERANCE = 1e-5
 TRICKY = "a\r\nb\n\n 👩\u200d💻👍🏽 e\u0301o\u0308 日本語\u3000ü\tZ\u0336 \ufffd\x00 <s> naïve  x"
 
@@ -207,10 +207,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, COMPRESS, "its column keep is 1"),
         (0, ("--set", "keep_last=8"), "--keep is 1"),
         (7, COMPRESS, "of its 8 tokens the first 4 and last 64 stay anyway"),
-        (0, ("--keep", "0.2", "--compress-above", "8192"), "tokens are not more than --compress-above 8,192"),
+        (0, ("--keep", "0.2", "--set", "compress_above=8192"), "tokens are not more than compress_above 8,192"),
         (0, ("--keep", "0.9"), "would be read at 0."),
-        (0, (*COMPRESS[:4], "--compress-above", "100"), "other rows are read in full and compute its first "),
-        (0, (*COMPRESS, "--set", "select_chunk=4096", "--compress-per-row"), "are all tokens of it"),
+        (0, (*COMPRESS[:4], "--set", "compress_above=100"), "other rows are read in full and compute its first "),
+        (0, (*COMPRESS, "--set", "select_chunk=4096", "--set", "compress_per_row=true"), "are all tokens of it"),
     ],
 )
 def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object], why: str) -> None:

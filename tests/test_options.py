@@ -22,17 +22,18 @@ from prefillcli.asking.question_file import read_questions
 from prefillcli.cli import app
 from prefillcli.command_line import load_options
 from prefillcli.errors import UsageError
-from prefillcli.options import asking, followup, judging, reading, requirements
+from prefillcli.options import asking, followup, groups, judging, reading, requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
-from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
-from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
+from prefillcli.options.keywords import FileOptions, ScorerOptions
+from prefillcli.options.load import load_settings, rare_options, scorer_settings
+from prefillcli.options.option import COMPRESSION, RUN, Options, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.rows import filesystems
 
 Values = dict[str, Any]
 
-ROOMS = [requirements, asking, reading, followup, judging]
+ROOMS = [requirements, asking, groups, reading, followup, judging]
 NAMES = {id(value): name for room in ROOMS for name, value in vars(room).items() if isinstance(value, Requirement)}
 #: Each requirement: what else is told where it is met, and where it is not.
 TOLD: dict[str, tuple[Values, Values]] = {
@@ -56,7 +57,6 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "RETRIEVAL": ({"rationale": "9", "speculation": "retrieval"}, {"speculation": "lookup"}),
     "SHOWN_TEXT": ({"evidence": "true"}, {"evidence": "false"}),
     "ASKED_TYPED": ({"questions": "q.yaml"}, {"questions": None}),
-    "QUESTIONS": ({"questions": "q.yaml"}, {"questions": None}),
     "TARGET": ({"target_column": "t"}, {"target_column": None}),
     "TRUTH": ({"truth": "answer"}, {"truth": None}),
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),
@@ -74,7 +74,6 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "FITS": ({}, {"accuracy": "0.9"}),
     "REVIEW_BELOW": ({"review_below": "0.9"}, {"review_below": None}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
-    "MADE_PROMPTS": ({}, {"inputs": ["x.parquet"]}),
     "ALL_ROWS": ({}, {"shard": "1/2"}),
     "DRIFT": ({"max_drift": "0.1"}, {"max_drift": None}),
     "RAY": ({"runner": "ray"}, {"runner": "local"}),
@@ -95,7 +94,7 @@ CASES = [
     for command, kind in COMMANDS.items()
     for option, all_required in kind.required().items()
     for required in all_required
-    if required is not requirements.ALL_ROWS or "shard" in kind.model_fields
+    if required is not requirements.ALL_ROWS or "shard" in kind.options()
 ]
 
 
@@ -118,7 +117,7 @@ def load(command: str, told: Values, flags: Values, recipe: Values | None = None
 def value_of(command: str, option: str) -> Any:
     """A value that asks for something."""
     kind = COMMANDS[command]
-    field = kind.model_fields[option]
+    field = kind.options()[option]
     if field.annotation is bool:
         return not field.default
     for value in (*VALUES, *get_args(field.annotation)):
@@ -135,15 +134,13 @@ def told(command: str, option: str, unmet: str | None = None) -> Values:
     values = LEAST[command] | ({"draft": "d"} if option == "keep" else {})
     for required in COMMANDS[command].required()[option]:
         values |= TOLD[NAMES[id(required)]][0]
-    if (command, unmet) == ("bench", "RANDOM"):
-        values |= {"inputs": ["x.parquet"]}  # prompts are made at random
     return values if unmet is None else values | TOLD[unmet][1]
 
 
 def test_all_requirements_are_walked() -> None:
     assert {name for _, _, name in CASES} == TOLD.keys() == set(NAMES.values())
     for command, kind in COMMANDS.items():
-        for name in kind.model_fields:
+        for name in kind.options():
             if details_of(kind, name).panel == COMPRESSION and name not in ("keep", "draft"):
                 assert name in kind.required(), f"{command} --{name}: what does it require?"
 
@@ -153,7 +150,7 @@ def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, u
     value = value_of(command, option)
     flag = as_typed(COMMANDS[command], option, value)
     (required,) = [each for each in COMMANDS[command].required()[option] if NAMES[id(each)] == unmet]
-    assert option in load(command, told(command, option), {option: value}).model_fields_set
+    assert option in load(command, told(command, option), {option: value}).given
     lacking = told(command, option, unmet)
     with pytest.raises(UsageError) as caught:
         load(command, lacking, {option: value})
@@ -162,10 +159,10 @@ def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, u
     assert len(str(caught.value).splitlines()) <= 3
 
     # One environment serves all commands and runs: there the option is left out.
-    assert option not in load(command, lacking | {option: str(value)}, {}).model_fields_set
+    assert option not in load(command, lacking | {option: str(value)}, {}).given
     # A recipe is for a job. What a run may do without stays there, anything else is refused too.
     if required.recipe_may_keep:
-        assert option not in load(command, lacking, {}, recipe={option: value}).model_fields_set
+        assert option not in load(command, lacking, {}, recipe={option: value}).given
     else:
         alone = {name: text for name, text in lacking.items() if text is not None}
         with pytest.raises(UsageError, match=f"job.yaml: {option} {required.reason.split(',')[0]}"):
@@ -177,15 +174,15 @@ def test_a_flag_may_take_the_effect_from_an_option_of_the_recipe() -> None:
     recipe |= {"revision": "v1", "prompt_column": "text", "query_window": 8}
     flags = {"keep": 0.3, "audit": 0, "model": ".", "template": "{{ text }}"}
     settings = load("score", LEAST["score"], flags, recipe)
-    assert settings.model_fields_set >= {"draft", "keep", "query_window"}
-    assert not settings.model_fields_set & {"max_flips", "revision", "prompt_column"}
+    assert settings.given >= {"draft", "keep", "query_window"}
+    assert not settings.given & {"max_flips", "revision", "prompt_column"}
     with pytest.raises(UsageError, match="--max-flips"):
         load("score", LEAST["score"], {**flags, "max_flips": 0.1}, recipe)
 
 
 def test_options_that_are_off_need_nothing() -> None:
     off = {"query_window": 0, "audit": 0, "compress_per_row": False, "quiet": True}
-    assert load("score", LEAST["score"], off).model_fields_set >= off.keys()
+    assert load("score", LEAST["score"], off).given >= off.keys()
 
 
 @pytest.mark.parametrize(
@@ -212,8 +209,8 @@ def load_with(environment: Mapping[str, str], command: str = "score") -> Setting
 
 
 def test_one_environment_and_one_recipe_serve_all_commands() -> None:
-    Path("job.yaml").write_text("row: 3\nworkload: needle\nfit_seconds: 9\nmax_error_rate: 0.1\nhtml: p.html\n")
-    environment = {"PREFILL_ROW": "3", "PREFILL_WORKLOAD": "needle", "PREFILL_MAX_ERROR_RATE": "0.1"}
+    Path("job.yaml").write_text("row: 3\nrounds: 2\nfit_seconds: 9\nmax_error_rate: 0.1\nhtml: p.html\n")
+    environment = {"PREFILL_ROW": "3", "PREFILL_ROUNDS": "2", "PREFILL_MAX_ERROR_RATE": "0.1"}
     for command in COMMANDS:
         load_with(environment, command)
         load_settings(COMMANDS[command], LEAST[command], recipe="job.yaml", environment={})
@@ -238,17 +235,18 @@ def test_backslash_n_is_a_line_break_where_a_shell_gives_it_and_nowhere_else(
     recipe.write_text(json.dumps({"label_end": typed}))
     flags = {"inputs": ["x.parquet"], "template": typed, "calibrate_with": [typed], "id_column": typed}
     found = load_options(ScoreSettings, str(recipe), flags)
-    assert (found.template, found.system, found.calibrate_with) == (meant, meant, (meant,))
-    assert (found.label_end, found.id_column) == (typed, typed)
-    assert scorer_settings(None, {"template": typed}, owner="Scorer").template == typed
+    assert [found.value(name) for name in ("template", "system", "calibrate_with")] == [meant, meant, (meant,)]
+    assert (found.value("label_end"), found.value("id_column")) == (typed, typed)
+    assert scorer_settings(None, {"template": typed}, owner="Scorer").value("template") == typed
 
 
 def test_the_environment_may_name_the_recipe_and_a_flag_another_one() -> None:
     Path("a.yaml").write_text("labels: [A, B]\n")
     Path("b.yaml").write_text("labels: [C, D]\n")
     environment = {"PREFILL_RECIPE": "a.yaml"}
-    assert load_with(environment).labels == ("A", "B")
-    assert load_settings(COMMANDS["score"], LEAST["score"], recipe="b.yaml", environment=environment).labels[0] == "C"
+    assert load_with(environment).answers.labels == ("A", "B")
+    settings = load_settings(ScoreSettings, LEAST["score"], recipe="b.yaml", environment=environment)
+    assert settings.answers.labels[0] == "C"
 
 
 def test_a_file_at_a_host_that_does_not_answer_is_told_of_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +275,7 @@ NO_PATHS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> None:
     """So it is in the table of `scoring/path_table.py`. An option with a metavar of its own is sorted here."""
-    for name, field in COMMANDS[command].model_fields.items():
+    for name, field in COMMANDS[command].options().items():
         details = details_of(COMMANDS[command], name)
         words = field.annotation is bool or get_origin(field.annotation) is Literal
         names_path = details.metavar not in NO_PATHS and bool(details.metavar or not details.panel) and not words
@@ -291,7 +289,7 @@ def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_path_with_a_null_character_is_refused(command: str) -> None:
     kind = COMMANDS[command]
-    for name, field in kind.model_fields.items():
+    for name, field in kind.options().items():
         if details_of(kind, name).path is None:
             continue
         for value in ("a\0b", ["a\0b"]):  # a list where the option takes one
@@ -309,13 +307,13 @@ def test_an_option_must_say_what_it_changes() -> None:
         option(None, "Help.", RUN)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which states what it changes"):
 
-        class Silent(Settings):
+        class Silent(Options):
             inputs: tuple[str, ...] = Field(())
 
 
 def test_from_python_every_option_that_changes_a_score_is_taken() -> None:
     taken = {"model", *ScorerOptions.__annotations__, *FileOptions.__annotations__}
-    assert taken <= set(ScoreSettings.model_fields)
+    assert taken <= set(ScoreSettings.options())
     of_jobs = {
         "compute",
         "exit",
@@ -399,7 +397,7 @@ def test_values_are_those_of_yaml_1_2() -> None:
     ]:
         given = LEAST["score"] | {"engine": "vllm"} | flags
         settings = load_settings(ScoreSettings, given, recipe=recipe, environment=environment)
-        found = list(settings.engine_options.values())
+        found = list(settings.engine.engine_options.values())
         assert [(type(value), value) for value in found] == [(type(value), value) for value in wanted.values()]
 
 
@@ -413,13 +411,13 @@ def test_a_recipe_may_merge_mappings() -> None:
         "engine: vllm\nworker_resources: &own {num_cpus: 2, memory: 8}\nengine_options: {<<: *own, memory: 9}"
     )
     settings = load_settings(ScoreSettings, LEAST["score"] | {"runner": "ray"}, recipe="job.yaml", environment={})
-    assert settings.engine_options == {"num_cpus": 2, "memory": 9}
+    assert settings.engine.engine_options == {"num_cpus": 2, "memory": 9}
 
 
 def test_a_recipe_may_use_aliases() -> None:
     Path("job.yaml").write_text("labels: &own [Yes, No]\nkeep_columns: *own")
     settings = load_settings(ScoreSettings, LEAST["score"], recipe="job.yaml", environment={})
-    assert settings.labels == settings.keep_columns == ("Yes", "No")
+    assert settings.answers.labels == settings.files.keep_columns == ("Yes", "No")
 
 
 @pytest.mark.parametrize(
@@ -429,7 +427,7 @@ def test_a_recipe_may_use_aliases() -> None:
         ({"memory": "9000000TiB"}, "must be less than 8EiB"),
         ({"engine_options": ["a=" + "[" * 500]}, "not valid YAML"),
         ({"temperature": "x" * 10_000}, "valid number"),
-        ({"schedule": "x" * 10_000}, "should be"),
+        ({"speculation": "x" * 10_000}, "should be"),
     ],
 )
 def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) -> None:
@@ -441,9 +439,9 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--pool", "13"], "--pool: this setting has no flag, give --set pool=VALUE"),
-        (["--keep-last=4"], "--keep-last=4: this setting has no flag, give --set keep_last=VALUE"),
-        (["--set", "pol=13"], "--set pol: there is no such setting; did you mean 'pool'?"),
+        (["--pool", "13"], "--pool: this option has no flag, give --set pool=VALUE"),
+        (["--keep-last=4"], "--keep-last=4: this option has no flag, give --set keep_last=VALUE"),
+        (["--set", "pol=13"], "--set pol: no rare option has this name; did you mean 'pool'?"),
         (["--set", "keep=0.2"], "--set keep: this option has a flag\ngive --keep"),
         (["--set", "pool"], "--set pool: must be KEY=VALUE"),
         (["--set", "pool=3", "--set", "pool=5"], "has a key twice"),
@@ -451,7 +449,7 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
         (["--set", "pool=3"], "--set pool needs a draft that picks tokens"),
     ],
 )
-def test_a_setting_without_a_flag_is_given_by_set(
+def test_a_rare_option_is_given_by_set(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
@@ -479,9 +477,9 @@ def test_an_option_of_other_commands_names_them(
 
 
 def test_settings_may_have_dashes_and_reach_the_job() -> None:
-    given = settled_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
+    given = rare_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
     settings = load("score", {"inputs": ["x.parquet"]}, {"draft": "d", "keep": 0.5, **given})
-    assert settings.model_dump(include={"select_chunk", "query_reduce"}) == {"select_chunk": 8, "query_reduce": "mean"}
+    assert (settings.compression.select_chunk, settings.compression.query_reduce) == (8, "mean")
 
 
 @pytest.mark.parametrize(
@@ -497,8 +495,8 @@ def test_a_comma_in_a_name_is_escaped_in_a_text_and_not_in_a_list(text: str, nam
     in_list = load_settings(ScoreSettings, {"inputs": ["i"]}, recipe="job.json", environment={})
     of_flag = load_settings(ScoreSettings, {"inputs": ["i"], "keep_columns": text}, environment={})
     of_environment = load_settings(ScoreSettings, {"inputs": ["i"]}, environment={"PREFILL_KEEP_COLUMNS": text})
-    assert in_list.keep_columns == (*names, " e")
-    assert of_flag.keep_columns == of_environment.keep_columns == names
+    assert in_list.files.keep_columns == (*names, " e")
+    assert of_flag.files.keep_columns == of_environment.files.keep_columns == names
 
 
 LISTS = [
@@ -525,10 +523,10 @@ def test_every_list_of_names_is_read_as_a_line_of_csv() -> None:
     for command, name, beside in LISTS[:6]:
         text = line.getvalue().replace("\\", "\\\\")  # a backslash may take a comma literally, so it is doubled
         settings: Any = load_settings(COMMANDS[command], LEAST[command] | beside | {name: text}, environment={})
-        found = getattr(settings, name)
+        found = settings.value(name)
         assert ([label.name for label in parse_labels(found)] if name == "labels" else list(found)) == names
-        told = COMMANDS[command].model_fields[name].description
-        assert name == "levels" or "comma is put in quotes" in str(told), name
+        told = COMMANDS[command].options()[name].description
+        assert name == "levels" or "Quote a name that has a comma" in str(told), name
 
 
 @pytest.mark.parametrize(("command", "name", "beside"), LISTS)
@@ -536,7 +534,7 @@ def test_every_list_of_names_is_read_as_a_line_of_csv() -> None:
 def test_an_empty_item_of_a_list_is_refused_alike(command: str, name: str, beside: Values, text: str) -> None:
     def read() -> None:
         settings: Any = load_settings(COMMANDS[command], LEAST[command] | beside | {name: text}, environment={})
-        parse_labels(settings.labels)  # when they are asked for
+        parse_labels(settings.answers.labels)  # when they are asked for
 
     with pytest.raises(UsageError, match=r"item \d is empty: separate items by single commas") as caught:
         read()

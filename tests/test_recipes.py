@@ -31,7 +31,7 @@ NIGHTLY, CRONTAB, DAG = RECIPES / "prefill-nightly.sh", RECIPES / "crontab.examp
 ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40, "rationale": 400}
 # Recipes with a file of questions: how many these are.
 QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12, "triage": 3}
-OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--recipe"}
+OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.options()} | {"--recipe"}
 DAY = "2026-01-01"
 FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 
@@ -101,7 +101,7 @@ def test_a_recipe_runs_from_the_root_and_finds_the_answers(
     report = json.loads((tmp_path / "scores.run.json").read_text())
     assert report["settings"]["output"] == str(output)
     if name == "credit_verification":
-        assert report["audit"]["rows"] == 20
+        assert report["audits"]["answer"]["rows"] == 20
         assert report["tokens"]["kept"] < 0.3 * report["tokens"]["prompt"]
     if name == "rationale":
         uncertain = [row for row in scores if 0.1 < row["score"] < 0.9]
@@ -112,7 +112,7 @@ def test_a_recipe_runs_from_the_root_and_finds_the_answers(
         assert report["tokens"]["computed"] < 0.2 * report["tokens"]["prompt"]  # histories are shared
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(

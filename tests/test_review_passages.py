@@ -1,4 +1,4 @@
-"""The rows of several thousand passages, cut from made-up reviews in place of the downloaded ones."""
+"""The rows of several thousand passages, cut from made-up reviews instead of the downloaded ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from random import Random
 import pyarrow.parquet as pq
 import pytest
 
-from recipes import review_passages
-from recipes.choose_prompt import first_short
+from benchmarks import review_passages
+from benchmarks.choose_prompt import first_short
+from benchmarks.review_passages import cut, passage_table, write_nights, write_passages
 from recipes.real_model import Review
-from recipes.review_passages import cut, passage_table, write_nights, write_passages
 
 
 def made_reviews(split: str, folder: Path | None = None, *, neutral: bool = False) -> list[Review]:

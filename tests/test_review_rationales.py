@@ -7,9 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.options.commands import ScoreSettings
-from recipes.real_model import Review
-from recipes.review_rationales import (
+from benchmarks.review_rationales import (
     EXAMPLES,
     LEAST,
     ROWS,
@@ -21,6 +19,8 @@ from recipes.review_rationales import (
     template,
     write_rows,
 )
+from prefillcli.options.commands import ScoreSettings
+from recipes.real_model import Review
 
 LONG = "It helped. " * (LEAST // 10)
 
@@ -69,7 +69,7 @@ def test_the_page_has_the_text_and_the_sentences_with_the_largest_changes() -> N
 
 
 def test_score_knows_the_options_of_its_job() -> None:
-    known = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--no-chat"}
+    known = {"--" + name.replace("_", "-") for name in ScoreSettings.options()} | {"--no-chat"}
     given = {str(each) for each in flags(Path("prompt.j2")) if str(each).startswith("--")}
     assert given <= known
     assert {"--evidence", "--rationale"} <= given

@@ -1,4 +1,4 @@
-"""The rows and runs that measure compression on a real model, with made-up reviews in place of the downloaded ones."""
+"""The rows and runs that measure compression on a real model, with made-up reviews instead of the downloaded ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks import review_rows
+from benchmarks.bench_reviews import RUNS, bench_command, table_lines
 from prefillcli.options.commands import BenchSettings
-from recipes import review_rows
-from recipes.bench_reviews import RUNS, bench_command, table_lines
 from recipes.real_model import Review
 
 COUNTS = {"Train": 300, "Test": 260}
@@ -79,7 +79,7 @@ def test_examples_are_shared_where_the_name_says_so(files: dict[str, Path]) -> N
 def test_a_run_has_options_that_exist(name: str, tmp_path: Path) -> None:
     command = bench_command(RUNS[name], tmp_path, tmp_path / "bench.json")
     given = {word.removeprefix("--") for word in command if word.startswith("--")} - {"no-chat"}
-    assert given <= BenchSettings.model_fields.keys()
+    assert given <= BenchSettings.options().keys()
     assert RUNS[name].rows in ("shared", "own", "long")
 
 

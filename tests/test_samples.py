@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.needles import TOPICS
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.tools.bench.material import TOPICS
 from training.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from training.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, TICKET_FILE, write_samples
 from training.respelled_draft import main as respelled_draft
@@ -86,6 +86,7 @@ def test_posts_of_one_user_share_everything_before_the_question() -> None:
     assert len({r["profile"].splitlines()[0] for r in records}) == 1  # the instruction
 
 
+@pytest.mark.nightly
 def test_prompts_are_short_and_long(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     lengths = {d: [len(tokenizer(r.prompt)["input_ids"]) for r in rows if r.domain == d] for d in CASES}
     assert max(lengths["labeling"]) <= 80
@@ -125,6 +126,7 @@ def test_both_models_read_the_same_tokens() -> None:
     assert (TARGET / "tokenizer.json").read_bytes() == (DRAFT / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.nightly
 def test_the_deep_model_answers_before_its_last_layers(tokenizer: PreTrainedTokenizerBase) -> None:
     assert (DEEP / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
     model = AutoModelForCausalLM.from_pretrained(DEEP, dtype=torch.float32).eval()
@@ -136,6 +138,7 @@ def test_the_deep_model_answers_before_its_last_layers(tokenizer: PreTrainedToke
     assert shares[0] < 0.8
 
 
+@pytest.mark.nightly
 def test_the_hybrid_model_answers_new_rows_of_any_length(tokenizer: PreTrainedTokenizerBase) -> None:
     assert (HYBRID / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
     model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.float32).eval()
@@ -144,6 +147,7 @@ def test_the_hybrid_model_answers_new_rows_of_any_length(tokenizer: PreTrainedTo
     assert accuracy(score(model, tokenizer, draw_rows("hybrid", 10))) >= 0.9
 
 
+@pytest.mark.nightly
 def test_the_tickets_model_answers_new_typed_questions(tokenizer: PreTrainedTokenizerBase) -> None:
     assert (TYPED / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
     model = AutoModelForCausalLM.from_pretrained(TYPED).eval()
@@ -158,6 +162,7 @@ def test_the_tickets_model_answers_new_typed_questions(tokenizer: PreTrainedToke
     assert right.keys() == {"predicate", "choice", "score"}
 
 
+@pytest.mark.nightly
 def test_the_words_draft_reads_its_own_tokens_and_answers_new_rows() -> None:
     tokenizer = AutoTokenizer.from_pretrained(WORDS)
     assert tokenizer.backend_tokenizer.to_str() == train_word_tokenizer().backend_tokenizer.to_str()
@@ -165,6 +170,7 @@ def test_the_words_draft_reads_its_own_tokens_and_answers_new_rows() -> None:
     assert accuracy(score(model, tokenizer, draw_rows("words", 10))) >= 0.9
 
 
+@pytest.mark.nightly
 def test_a_token_of_the_words_draft_begins_as_what_it_says_in_the_drafts_tokens() -> None:
     old, new = train_tokenizer(), train_word_tokenizer()
     draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32).eval()

@@ -107,7 +107,7 @@ def test_a_night_keeps_its_day(job: str, day: str, home: Path) -> None:  # noqa:
     words = (home / "words").read_text().splitlines()
     assert words[:2] == ["score", f"in/{day}.parquet"]
     settings = load_settings(ScoreSettings, flags_of(words[2:]), recipe=f"{home}/job.yaml", environment={})
-    assert (settings.output, settings.resume) == (f"out/{day}.parquet", True)
+    assert (settings.files.output, settings.files.resume) == (f"out/{day}.parquet", True)
 
 
 def assert_within(given: Any, found: Any) -> None:
@@ -129,12 +129,12 @@ def test_the_pods_command_lines_are_valid(home: Path) -> None:  # noqa: F811
         first, *words = (home / "words").read_text().splitlines()
         assert first == "score"
         settings = load_settings(ScoreSettings, flags_of(words), recipe=f"{home}/job.yaml", environment={})
-        assert (settings.shard, settings.resume) == (f"{index + 1}/4", True)
+        assert (settings.files.shard, settings.files.resume) == (f"{index + 1}/4", True)
     assert run_pod("merge", home).returncode == 0
     first, *words = (home / "words").read_text().splitlines()
     assert first == "merge"
     settings = load_settings(MergeSettings, flags_of(words), recipe=f"{home}/job.yaml", environment={})
-    assert settings.output == "out/scores.parquet"
+    assert settings.files.output == "out/scores.parquet"
 
 
 def flags_of(words: list[str]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def assert_whole(home: Path, output: Path) -> None:  # noqa: F811
 def test_the_crontab_for_machines_names_options_and_recipes_that_exist() -> None:
     lines = lines_for_cron(CRONTAB.read_text())
     assert len(lines) == 3
-    options = {"--" + name.replace("_", "-") for name in MergeSettings.model_fields} | {"--recipe"}
+    options = {"--" + name.replace("_", "-") for name in MergeSettings.options()} | {"--recipe"}
     for line in lines:
         times, command = line.split(None, 5)[:5], line.split(None, 5)[5]
         assert all(re.fullmatch(FIELD, each) for each in times)

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from recipes.distill_draft import cut_model, watch_attention
-from recipes.train_first import Course, Lesson, answers_of, main, measure, read_lessons, train
+from recipes.train_first import Course, Lesson, answers_of, cut_model, main, measure, read_lessons, train
 from tests.jobs.jobs import score
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -42,7 +41,6 @@ def lessons(report: Path) -> list[Lesson]:
 
 @pytest.fixture(scope="module")
 def teacher() -> PreTrainedModel:
-    watch_attention()
     found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     return found
 
@@ -65,6 +63,7 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(teacher: PreTrainedMo
     assert float(torch.corrcoef(torch.stack([together[:, 0], wanted[:, 0]]))[0, 1]) > 0.99
 
 
+@pytest.mark.nightly
 def test_training_brings_a_cut_near_the_model(teacher: PreTrainedModel, lessons: list[Lesson]) -> None:
     course = Course(layers=2, epochs=4, rate=1e-3)
     small = cut_model(teacher, course.layers)

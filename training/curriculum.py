@@ -12,8 +12,8 @@ from random import Random
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.needles import TOPICS, Case
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.tools.bench.material import TOPICS, Case
 from training.sample_tokenizer import answer_tokens
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.needles import prompt
 from benchmarks.sample_text import CASES, ask
-from prefillcli.tools.bench.material import prompt
 from training.curriculum import gapped_positions
 from training.sample_tokenizer import answer_tokens
 

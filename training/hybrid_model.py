@@ -1,7 +1,7 @@
 """A hybrid sample model: Mamba-2 layers around one attention layer without rotations, grafted from the target.
 
 The target's second layer finds the asked word in the history; its other layers move what stands a few tokens before.
-So that layer keeps its attention, and the others get Mamba-2 mixers in place of theirs. The attention loses its
+So that layer keeps its attention, and the others get Mamba-2 mixers instead of theirs. The attention loses its
 rotations: as in Granite 4 and Nemotron-H, order is told by the recurrent layers alone. First each new mixer learns to
 do what the attention in its place did, then the whole model learns the task (as in MOHAWK, arXiv 2408.10189).
 """

@@ -16,8 +16,8 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.needles import Case, post_case, prompt
 from benchmarks.sample_text import ask, credit_case, label_case
-from prefillcli.tools.bench.material import Case, post_case, prompt
 from training.evaluate_samples import SAMPLES
 from training.tickets import draw_ticket
 

@@ -6,8 +6,8 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from benchmarks.needles import TOPICS
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.tools.bench.material import TOPICS
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = 2048

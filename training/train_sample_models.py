@@ -9,7 +9,7 @@
     python -m training.train_sample_models tickets --steps 2400 --rate 1.5e-3 --batch-tokens 1536 --gaps-from 1
 
 The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout. The hybrid is the
-target with Mamba-2 mixers in place of most of its attention. `draft-words` is the draft, taught another tokenizer.
+target with Mamba-2 mixers instead of most of its attention. `draft-words` is the draft, taught another tokenizer.
 `tickets` is the target, taught typed questions.
 
 Runs on the CPU or on CUDA. The clock decides when to stop, so two runs differ, or a number of steps; the data and the

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +18,21 @@ from prefillcli.models.files import read_reranker
 from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.requirements import compresses
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Encoder, Marks
 from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Label, Question
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
+from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, Responses, as_list
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import BATCH_FORMAT
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, brief_json, encode_json
-from prefillcli.stats.evaluation import Measure
-
-if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
+from prefillcli.rows.output.target import FORMAT
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText
+from prefillcli.rows.values import brief_json, encode_json
+from prefillcli.stats.labels import Measure
 
 METHOD, URL, BODY = "method", "url", "body"  # of a line, beside its `BATCH_ID`
 MOST_TOP = 20  # log-probabilities that a body may ask for
@@ -60,32 +61,32 @@ _PAIRS_ONLY: Mapping[str, Any] = {
 _MESSAGE = {"role", "content", "name"}
 
 
-def is_batch_file(settings: Any, available: Collection[str]) -> bool:
+def is_batch_file(settings: JobSettings, available: Collection[str]) -> bool:
     """Return whether rows with these columns are lines of a batch file, unless an option makes other prompts of
     them."""
     return {BATCH_ID, METHOD, URL, BODY} <= set(available) and not makes_prompts(settings)
 
 
-def require_batch_file(settings: Any, available: Collection[str]) -> None:
+def require_batch_file(settings: JobSettings, available: Collection[str]) -> None:
     """Raise UsageError if an option is for batch files, but rows with these columns are not from one."""
     if is_batch_file(settings, available) or is_request_file(settings, available):
         return
-    if getattr(settings, "served_model_name", ()):
-        raise UsageError("--served-model-name is for batch files, and the input is not one\nleave it out")
-    if getattr(settings, "format", None):
+    if settings.requests.served_model_name:
+        raise UsageError("--set served_model_name is for batch files, and the input is not one\nleave it out")
+    if settings.requests.format:
         raise UsageError(
             f"--format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}, and are "
             "no requests with input or state, and questions\nleave it out, or name another file"
         )
 
 
-SERVED = "--served-model-name lets it answer to other names"
+SERVED = "--set served_model_name=NAME lets it answer to other names"
 
 
-def served_names(settings: Any, opened: Opened) -> Sequence[str]:
+def served_names(settings: JobSettings, opened: Opened) -> Sequence[str]:
     """Return the names by which requests may ask for the model."""
-    model = str(settings.model or opened.files.origin)
-    return settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
+    model = str(settings.lm.model or opened.files.origin)
+    return settings.requests.served_model_name or (model, os.path.basename(model.rstrip("/")))
 
 
 class BatchAsking(LabelAsking):
@@ -93,11 +94,13 @@ class BatchAsking(LabelAsking):
 
     requests = (URL, BODY)
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         super().__init__(settings)
-        self._answers: bool = getattr(settings, "format", None) is not None
+        self._answers = settings.requests.format is not None
         self.carried = (URL, BODY) if self._answers else ()
-        if self._answers and settings.engine == "vllm":
+        self._lines = self._answers and "files" in settings.groups()
+        self.groups |= added({"pair_scores": self._lines})
+        if self._answers and settings.engine.engine == "vllm":
             raise UsageError(
                 "--format cannot be combined with --engine vllm: that engine is asked for chosen tokens, not for the "
                 "likeliest ones\ngive --engine torch or hf, or use vLLM's own `vllm run-batch`"
@@ -118,12 +121,16 @@ class BatchAsking(LabelAsking):
         return LikeliestTokens(opened) if self._answers and not _scores_pairs(opened) else super().labels(opened)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        opened = inputs.opened
         models = served_names(self.settings, opened)
         if self._answers and _scores_pairs(opened):
-            pairs = self._pair_builder(inputs, settings)
+            pairs = self._pair_builder(opened, labels, settings)
             return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs)
         if opened.files.encoder:
             raise UsageError(
@@ -132,23 +139,28 @@ class BatchAsking(LabelAsking):
             )
         return RequestBuilder(opened.tokenizer, settings, models=models, answers=self._answers)
 
-    def _pair_builder(self, inputs: Inputs, settings: PromptSettings) -> PromptBuilder:
+    def _pair_builder(self, opened: Opened, labels: Labels, settings: PromptSettings) -> PromptBuilder:
         # The builder of prompts of pairs, as if they were rows.
-        if inputs.opened.files.encoder:
+        if opened.files.encoder:
             pairs = replace(settings, prompt_column=PAIR[0], pair_column=PAIR[1])
-            return prompt_builder(inputs.opened.tokenizer, pairs, PAIR)
-        found = super().builder(inputs, settings, PAIR, None)
+            return prompt_builder(opened.tokenizer, pairs, PAIR)
+        found = super().builder(opened, labels, settings, PAIR, None)
         if set(found.columns) != set(PAIR):
             found.close()
             raise UsageError(
-                f"{inputs.opened.files.origin}: its classification head is read, and its files do not show how a pair "
+                f"{opened.files.origin}: its classification head is read, and its files do not show how a pair "
                 "of texts becomes its prompt\nread the next token with --head vocabulary"
             )
         return found
 
+    def responses(self, opened: Opened, labels: Labels) -> Responses | None:
+        if not self._answers:
+            return None
+        return Responses(self._lines, text_of=labels.text_of if isinstance(labels, LikeliestTokens) else None)
+
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         found = values.pop("format")
-        return {BATCH_FORMAT: found} if found else {}
+        return {FORMAT: found} if found else {}
 
 
 def _scores_pairs(opened: Opened) -> bool:
@@ -163,7 +175,6 @@ class LikeliestTokens(Labels):
 
     def __init__(self, opened: Opened) -> None:
         self.question = Question(answers=(Label("token"),))
-        self.token_text = self._text_of
         self._encoder = Encoder(opened.tokenizer)
         self._stops = stop_tokens(opened.files)
         self._texts: dict[int, TokenText] = {}
@@ -175,7 +186,8 @@ class LikeliestTokens(Labels):
         """Return the same set for each prompt."""
         return [self._asked] * len(tails)
 
-    def _text_of(self, token: int) -> TokenText:
+    def text_of(self, token: int) -> TokenText:
+        """Return the text of a token, and what it adds to an answer."""
         if token not in self._texts:
             text = self._encoder.text_behind(token)
             ends = token in self._stops

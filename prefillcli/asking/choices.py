@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import NotLiteral
 from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
 from prefillcli.prompts.questions import Choice, Label
+from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.records import brief_json, require_columns
-from prefillcli.stats.evaluation import Measure
+from prefillcli.rows.input.selection import require_columns
+from prefillcli.rows.values import brief_json
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
 
 
 class ChoiceAsking(Asking):
     """The choices in a column of each row, after its prompt."""
 
+    def __init__(self, settings: JobSettings, column: str) -> None:
+        super().__init__(settings)
+        self.column = column
+
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
-        require_columns([self.settings.choices_column], available, "the input")
-        return template.columns if template else (prompt_column(self.settings.prompt_column, available),)
+        require_columns([self.column], available, "the input")
+        return template.columns if template else (prompt_column(self.settings.prompts.prompt_column, available),)
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
@@ -35,12 +41,17 @@ class ChoiceAsking(Asking):
                 "--choices-column: the model's classification head is read, which has its own classes\n"
                 "read the next token with --head vocabulary"
             )
-        return RowChoices(opened.tokenizer, self.settings, self.settings.choices_column)
+        return RowChoices(opened.tokenizer, self.settings, self.column)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        return prompt_builder(inputs.opened.tokenizer, settings, available, template=template)
+        return prompt_builder(opened.tokenizer, settings, available, template=template)
 
 
 class RowChoices(Labels):
@@ -49,11 +60,11 @@ class RowChoices(Labels):
 
     measure = Measure.CHOICES
 
-    def __init__(self, tokenizer: Any, settings: Any, column: str) -> None:
-        super().__init__(tokenizer, Choice(), norm=settings.label_norm, end=settings.label_end)
+    def __init__(self, tokenizer: Any, settings: JobSettings, column: str) -> None:
+        super().__init__(tokenizer, Choice(), norm=settings.answers.label_norm, end=settings.answers.label_end)
         self.columns = (column,)
-        self._literal = settings.literal
-        self._typed = not settings.literal
+        self._literal = settings.prompts.literal
+        self._typed = not settings.prompts.literal
 
     def is_positive(self, answer: Any) -> None:
         """Return None: a row has no positive choice."""

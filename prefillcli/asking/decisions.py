@@ -6,37 +6,41 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, served_names
+from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
-from prefillcli.asking.forms import ANSWER, Order, orders_of, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RawPrompt
+from prefillcli.options.asking import BATCH_ID
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.output.batches import BARE
+from prefillcli.rows.output.batches import BARE, Responses
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import BATCH_FORMAT
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window, brief_json
-from prefillcli.stats.evaluation import Measure
+from prefillcli.rows.output.target import FORMAT
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
+from prefillcli.rows.values import brief_json
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
+    from prefillcli.rows.input.source import Source
 
 KINDS: Mapping[str, Kind] = {DECISIONS: "openai", SYSTEM_ONE: "systemone"}
 # The columns that prompts are made of here: of each question, and of the order of its options.
 DOCUMENT, QUESTION, ANSWERS = "document", "question", "answers"
 
 
-def kind_of_requests(settings: Any, available: Collection[str], first: Mapping[str, Any]) -> Kind | None:
+def kind_of_requests(settings: JobSettings, available: Collection[str], first: Mapping[str, Any]) -> Kind | None:
     """Return whose requests the rows with these columns are, by the `first` row; None if they are no requests for
     typed decisions."""
     if is_batch_file(settings, available):
@@ -47,10 +51,52 @@ def kind_of_requests(settings: Any, available: Collection[str], first: Mapping[s
     return "systemone" if "input" not in available or first.get("state") is not None else "openai"
 
 
+AnyJob = TypeVar("AnyJob", bound=JobSettings)
+
+
+def for_requests(settings: AnyJob, available: Sequence[str], first: Mapping[str, Any]) -> AnyJob:
+    """Return the settings for rows with the `available` columns, of which this is the `first`: if they are requests,
+    with the column of their ids, and if these ask typed questions, with the form of the answers. Raises UsageError for
+    options that do not fit them."""
+    require_batch_file(settings, available)
+    kind, in_lines = kind_of_requests(settings, available, first), is_batch_file(settings, available)
+    named = settings.ids.id_column if "ids" in settings.groups() else ""
+    ids = [name for name in ((BATCH_ID,) if in_lines else (BATCH_ID, "id")) if name in available]
+    found = settings
+    if (kind or in_lines) and named is None and ids:
+        found = found.with_options({"id_column": ids[0]})
+    if "requests" not in settings.groups():
+        if kind:
+            raise UsageError(
+                "the rows are requests with typed questions, which prefill score answers and prefill inspect shows\n"
+                "prefill score --dry-run tells what they take"
+            )
+        return found
+    if settings.requests.format and not kind and "files" not in settings.groups():
+        raise UsageError("--format: the rows are no requests with typed questions\nleave it out")
+    if settings.requests.format and in_lines and named not in (None, BATCH_ID):
+        raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
+    usual = kind or "openai"
+    if settings.requests.format not in (None, usual):
+        raise UsageError(
+            f"--format {settings.requests.format}: the first request has another form\ngive --format {usual}"
+        )
+    if kind and not settings.requests.format:
+        found = found.with_options({"format": kind})
+        try:
+            found.check()
+        except UsageError as error:
+            said = (
+                f"the rows ask typed questions, which is --format {kind} unless --prompt-column or --template is given"
+            )
+            raise UsageError(f"{said}\n{error}") from None
+    return found
+
+
 class DecisionAsking(Asking):
     """The questions that each row asks about its own document, as bodies of requests or as lines of a batch file."""
 
-    def __init__(self, settings: Any, available: Sequence[str]) -> None:
+    def __init__(self, settings: JobSettings, available: Sequence[str]) -> None:
         super().__init__(settings)
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
@@ -65,30 +111,41 @@ class DecisionAsking(Asking):
                 "requests with typed questions: the model's classification head is read, which has one answer to a "
                 "text\nread the next token with --head vocabulary"
             )
-        return QuestionChoices(opened.tokenizer, self.settings, served_names(self.settings, opened)[-1])
+        return QuestionChoices(opened.tokenizer, self.settings)
+
+    def responses(self, opened: Opened, labels: Labels) -> Responses | None:
+        return Responses("files" in self.settings.groups(), served_names(self.settings, opened)[-1])
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        if inputs.source.kind != "jsonl":
-            raise UsageError("requests with typed questions are read from JSON Lines\nwrite each on a line")
         return DecisionBuilder(
-            inputs.opened.tokenizer,
+            opened.tokenizer,
             settings,
             self.columns(available, None),
             carried=self.carried,
-            models=served_names(self.settings, inputs.opened),
-            orders=self.settings.orders,
+            models=served_names(self.settings, opened),
+            orders=self.settings.asking.orders,
         )
+
+    def require_lines(self, source: Source) -> None:
+        """Raise UsageError unless the requests are lines of JSON."""
+        if source.kind != "jsonl":
+            raise UsageError("requests with typed questions are read from JSON Lines\nwrite each on a line")
 
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
         request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        return [with_answers(question, order) for question, order in _asked(request, self.settings.orders)]
+        return [with_answers(question, order) for question, order in _asked(request, self.settings.asking.orders)]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
-        return {BATCH_FORMAT: "decisions"}
+        return {FORMAT: "decisions"}
 
 
 def _asked(request: DecisionRequest, orders: int) -> Iterator[tuple[Question, Order]]:
@@ -98,14 +155,13 @@ def _asked(request: DecisionRequest, orders: int) -> Iterator[tuple[Question, Or
 
 class QuestionChoices(RowChoices):
     """The labels that answer the question of each prompt. Those that are said alike after the same end are found
-    once. `served` is the model's name in the response to a request that names none."""
+    once."""
 
     measure = Measure.DECISIONS
 
-    def __init__(self, tokenizer: Any, settings: Any, served: str) -> None:
+    def __init__(self, tokenizer: Any, settings: JobSettings) -> None:
         super().__init__(tokenizer, settings, ANSWERS)
         self.question = Question(answers=(Label("decision"),))
-        self.served = served
 
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
@@ -133,7 +189,7 @@ class DecisionBuilder(PromptBuilder):
         models: Sequence[str],
         orders: int,
     ) -> None:
-        own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=ANSWER)
+        own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=QUESTION_END)
         super().__init__(tokenizer, own)
         self._further = self.optional
         # What a request is about, by which shards tell rows that begin alike.

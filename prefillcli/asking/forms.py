@@ -12,7 +12,7 @@ from itertools import islice, pairwise, product
 
 from prefillcli.prompts.questions import Choice, Option, Predicate, Question
 
-ANSWER = "\nAnswer:"  # ends a prompt that is no chat
+QUESTION_END = "\nAnswer:"  # ends a prompt that is no chat
 Order = Sequence[int]  # numbers of a question's options, in the order in which a prompt lists them
 
 

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 from prefillcli.core.asking import Asking
 from prefillcli.models.files import read_reranker
 from prefillcli.models.open import answer_labels, named_labels
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.labels import Labels, require_values
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from typing import Any
-
-    from prefillcli.core.inputs import Inputs
-    from prefillcli.models.files import Reranker
     from prefillcli.models.open import Opened
 
 PAIR = QUERY, DOCUMENT = "query", "document"  # the columns of a pair of texts
@@ -29,38 +27,36 @@ class LabelAsking(Asking):
     """The same labels after every prompt. They may stand for numbers. A reranker makes its own prompts and labels,
     unless the user gives others; a warning then names the difference."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         super().__init__(settings)
-        self._values: tuple[float, ...] = getattr(settings, "label_values", ())
+        self._values = settings.choices.label_values
         self._said: set[str] = set()
-        self._reranker: Reranker | None = None  # one whose prompts are made here, of pairs of columns
 
     @property
     def _own_prompt(self) -> bool:
         # Whether the user has set how prompts are made.
-        return bool(self.settings.model_fields_set & {"template", "prompt_column", "pair_column", "chat"})
+        return bool(self.settings.given & {"template", "prompt_column", "pair_column", "chat"})
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
-        usual = prompt_column(self.settings.prompt_column, available)
+        usual = prompt_column(self.settings.prompts.prompt_column, available)
         if not self._own_prompt and usual not in available and set(PAIR) <= set(available):
             return PAIR
-        pair = getattr(self.settings, "pair_column", None)
+        pair = self.settings.pairs.pair_column
         return (*(template.columns if template else (usual,)), *(() if pair is None else (pair,)))
 
     def named_labels(self, model: Path) -> Labels | None:
-        if not self.settings.labels_given and read_reranker(model) is not None:
+        if not self.settings.answers.labels_given and read_reranker(model) is not None:
             return None
-        found = named_labels(model, self.settings)
+        found = named_labels(model, self.settings.answers, self.settings.lm.head)
         return None if found is None else self._with_values(found)
 
     def labels(self, opened: Opened) -> Labels:
-        self._reranker = read_reranker(opened.files.path)
-        found = None
-        if self._reranker is not None and not self.settings.labels_given:
+        reranker, found = read_reranker(opened.files.path), None
+        if reranker is not None and not self.settings.answers.labels_given:
             from prefillcli.asking.reranking import own_labels
 
-            found = own_labels(self._reranker, opened)
-        return self._with_values(found or answer_labels(opened, self.settings))
+            found = own_labels(reranker, opened)
+        return self._with_values(found or answer_labels(opened, self.settings.answers))
 
     def _with_values(self, labels: Labels) -> Labels:
         # The values of labels that are not shares are refused by `require_label_uses`.
@@ -70,14 +66,18 @@ class LabelAsking(Asking):
         return labels
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        opened = inputs.opened
-        if self._reranker is not None:
+        if (reranker := read_reranker(opened.files.path)) is not None:  # its prompts are made of pairs of columns
             from prefillcli.asking.reranking import own_builder
 
             own = own_builder(
-                self._reranker, opened, settings, self.settings, available, asked=self._own_prompt, said=self._said
+                reranker, opened, settings, self.settings, available, asked=self._own_prompt, said=self._said
             )
             if own is not None:
                 return own
@@ -87,8 +87,8 @@ class LabelAsking(Asking):
         """Warn of labels or prompts that are not those of a reranker."""
         from prefillcli.asking.reranking import warn_of_labels, warn_of_name
 
-        if self._reranker is None:
+        if (reranker := read_reranker(opened.files.path)) is None:
             if not self._own_prompt:
                 warn_of_name(opened)
-        elif self.settings.labels_given:
-            warn_of_labels(self._reranker, opened, self.settings.labels)
+        elif self.settings.answers.labels_given:
+            warn_of_labels(reranker, opened, self.settings.answers.labels)

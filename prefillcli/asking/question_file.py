@@ -24,7 +24,9 @@ from prefillcli.prompts.labels import parse_labels, require_values
 from prefillcli.prompts.questions import Choice, Question, Score, typed
 from prefillcli.prompts.templates import is_rendered, names_template
 from prefillcli.rows.filesystems import read_given, utf8_text
-from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, OutputSchema, ResultRows
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
 
 _MOST_BYTES = 1 << 20
 
@@ -43,8 +45,8 @@ class QuestionEntry(BaseModel):
     orders: int | None = Field(None, ge=1)  # of its options, in which it is asked
     labels: LabelTexts | None = None
     values: LabelValues = ()  # the number that each label stands for
-    text: str | None = None  # Jinja text after the document, in place of the question
-    template: str | None = None  # Jinja text in place of document and text
+    text: str | None = None  # Jinja text after the document, instead of the question
+    template: str | None = None  # Jinja text instead of document and text
     when: str | None = None  # a condition on the answers to earlier questions
     swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
 
@@ -129,16 +131,16 @@ class QuestionFile:
         return found | {part: number for part, (number, _) in others if number in found}
 
     @property
-    def schemas(self) -> tuple[OutputSchema, ...]:
+    def answers(self) -> tuple[AnswerColumns, ...]:
         """The columns of the answers to each question. The other prompts come after those of all questions."""
-        return schemas(self.questions)
+        return answers_to(self.questions)
 
 
-def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
+def answers_to(questions: Sequence[AskedQuestion]) -> tuple[AnswerColumns, ...]:
     """Return the columns of the answers to each of these questions."""
     others = itertools.count(len(questions))
     return tuple(
-        OutputSchema(
+        AnswerColumns(
             labels=each.question.names,
             name=each.name,
             when=each.when,
@@ -171,7 +173,7 @@ def read_questions(
         raise UsageError(f"{shown}: it must be a mapping with the keys {', '.join(_Content.model_fields)}")
     if "questions" in loaded and not loaded["questions"]:
         raise UsageError(f"{shown}: questions is empty\nlist them below it, each with its name")
-    if "questions" not in loaded and set(loaded) <= set(ScoreSettings.model_fields) | {"input"}:
+    if "questions" not in loaded and set(loaded) <= set(ScoreSettings.options()) | {"input"}:
         raise UsageError(
             f"{shown}: it is a recipe, which has options, and no file of questions\ngive it with --recipe"
         )
@@ -315,14 +317,14 @@ def _as_option(given: dict[str, Any], key: str, where: str) -> dict[str, Any]:
         return {}
     if type(value) is int:
         return {key: str(value)}
-    raise UsageError(f"{where}: {as_yaml(value)} is no text: put it in quotes")
+    raise UsageError(f"{where}: {as_yaml(value)} is not text: put it in quotes")
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
     # A condition on the answers to the questions before.
     condition = RowCondition(text, where)
-    output = OutputSchema(labels=("",), questions=schemas(before))
-    known = output.conditional if before else []
+    output = OutputSchema(questions=answers_to(before))
+    known = output.conditional
     asked = {each.name for each in before}
     names = [field.name for field in known if field.name.partition(".")[0] in asked]
     for column in sorted(condition.columns):

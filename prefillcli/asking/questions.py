@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefillcli.asking.forms import ANSWER, Order, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -20,15 +20,19 @@ from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.models.files import has_classes
 from prefillcli.models.open import label_names
 from prefillcli.options.requirements import leaves_early
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
-from prefillcli.prompts.builder import DOCUMENT_COLUMNS, INSTRUCTIONS, PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import INSTRUCTIONS, PromptBuilder
 from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.settings import DOCUMENT_COLUMNS, PromptSettings
 from prefillcli.prompts.templates import RowTemplate, read_template
-from prefillcli.rows.output.answers import AnswerColumns, described
-from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
-from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS
-from prefillcli.rows.records import DEFAULT_COLUMN, Prompt, RowBatch, RowError, ScoredRow, Window
+from prefillcli.rows.input.selection import DEFAULT_COLUMN
+from prefillcli.rows.output.answers import described
+from prefillcli.rows.output.columns import ResultRows
+from prefillcli.rows.output.schema import OutputSchema
+from prefillcli.rows.output.target import ANSWERS
+from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -39,26 +43,27 @@ if TYPE_CHECKING:
 class QuestionAsking(Asking):
     """The questions of a file. Raises UsageError for a wrong file."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings, questions: str) -> None:
         super().__init__(settings)
-        self._option = asked = "--ask" if getattr(settings, "asks_once", False) else "--questions"
-        document = None if settings.template is None else read_template(settings.template)[0]
-        self.file = read_questions(settings.questions, document, asked, settings.orders)
-        if self.file.further and settings.evidence:
+        self._option = asked = "--ask" if settings.asking.asks_once else "--questions"
+        document = None if settings.prompts.template is None else read_template(settings.prompts.template)[0]
+        self.file = read_questions(questions, document, asked, settings.asking.orders)
+        if self.file.further and settings.rationales.evidence:
             raise UsageError(
                 "--evidence: a question with swap or orders has several prompts, which a section changes differently\n"
                 "leave one of them out"
             )
         if self.file.further and leaves_early(settings):
             raise UsageError(
-                f"{settings.exit_option}: a question with swap or orders has several prompts, whose flips are not "
-                "those of their mean\nleave one of them out"
+                f"{settings.exits.exit_option}: a question with swap or orders has several prompts, whose flips are "
+                "not those of their mean\nleave one of them out"
             )
+        self.named = self.file.answers
         self._templates: Sequence[QuestionTemplates] = ()
         by_column = any(each.template is None for each in self.file.questions)
-        if not by_column and "prompt_column" in settings.model_fields_set:
+        if not by_column and "prompt_column" in settings.given:
             raise UsageError("--prompt-column: each question has a template, which names the columns\nleave it out")
-        if settings.template is not None and not any(each.put for each in self.file.questions):
+        if settings.prompts.template is not None and not any(each.put for each in self.file.questions):
             raise UsageError("--template: each question of the file has its own\nleave it out")
 
     @property
@@ -76,7 +81,7 @@ class QuestionAsking(Asking):
 
     def _document(self, available: Sequence[str]) -> str:
         # The column with documents, where no template makes them.
-        named = self.settings.prompt_column
+        named = self.settings.prompts.prompt_column
         if named != DEFAULT_COLUMN:
             return str(named)
         found = next((name for name in DOCUMENT_COLUMNS if name in available), None)
@@ -89,7 +94,7 @@ class QuestionAsking(Asking):
         return found or DEFAULT_COLUMN
 
     def named_labels(self, model: Path) -> Labels | None:
-        if has_classes(model, self.settings.head):
+        if has_classes(model, self.settings.lm.head):
             return None
         each = tuple(label_names(own.question) for own in self.file.questions)
         each[0].each = each
@@ -103,41 +108,38 @@ class QuestionAsking(Asking):
             )
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
 
-    def schemas(self, groups: frozenset[Group], calibrated: Collection[str]) -> tuple[OutputSchema, ...]:
-        """Return the columns of the answers to each question: see `Inputs.question_schemas`."""
-        shared = groups & {"audit", "evidence", "exits", "rationales"}
-        own = groups & {"calibrated"}
-        return tuple(
-            replace(each, groups=each.groups | shared | (own if each.name in calibrated else set()))
-            for each in self.file.schemas
-        )
-
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        if getattr(inputs.labels, "digest", None) != self.file.digest:
-            raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
+        if not isinstance(labels, QuestionLabels) or labels.digest != self.file.digest:
+            raise UsageError(
+                f"--questions {self.settings.asking.questions}: the file is not as it was\nmake another Scorer"
+            )
         # A builder closes its templates: another one gets its own.
         templates, self._templates = self._templates or compiled(self.file, available, self._option), []
         if any(whole is None for whole, _ in templates):
             settings = replace(settings, prompt_column=self._document(available))
-        return QuestionsBuilder(inputs.opened.tokenizer, settings, available, self.file, templates)
+        return QuestionsBuilder(opened.tokenizer, settings, available, self.file, templates)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")
-        heat = self.settings.temperature
-        answers = [AnswerColumns(own.name, own.type, own.labels, own.values, heat) for own in self.file.schemas]
-        found = {"questions": self.file.digest, ANSWERS: described(answers)}
-        return found | ({QUESTION_ROWS: "yes"} if self.settings.questions_as == "rows" else {})
+        heat = self.settings.answers.temperature
+        answers = [replace(own, temperature=heat) for own in self.file.answers]
+        return {"questions": self.file.digest, ANSWERS: described(answers)}
 
 
 class QuestionLabels(Labels):
     """The labels of the first question, and those after `each` prompt of a row. They are those of the file with this
     `digest`."""
 
-    def __init__(self, tokenizer: Any, file: QuestionFile, settings: Any) -> None:
+    def __init__(self, tokenizer: Any, file: QuestionFile, settings: JobSettings) -> None:
         self.digest = file.digest
-        norm, end = settings.label_norm, settings.label_end
+        norm, end = settings.answers.label_norm, settings.answers.label_end
         first, *others = [each.question for each in file.questions]
         for number, order in file.further:
             own = file.questions[number].question
@@ -279,7 +281,7 @@ def _asking(
     if not asked.put:
         return replace(settings, template=text)
     question = replace(asked.question, instructions=INSTRUCTIONS) if templates.instructions else asked.question
-    return replace(settings, template=text, question=text_of(question, order), question_end=ANSWER)
+    return replace(settings, template=text, question=text_of(question, order), question_end=QUESTION_END)
 
 
 # The assumed number of rows for which a condition holds, as it is not known yet. The choice of packs must not depend

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from prefillcli.errors import UsageError, counted, did_you_mean
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.questions import MOST_OPTIONS, Choice, Option, Predicate, Question, Score
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.records import brief_json, encode_json
+from prefillcli.rows.values import brief_json, encode_json
 
 MOST_QUESTIONS = 400  # about one document, as in OpenAI's API
 MOST_DEPTH = 100  # levels of objects and lists in JSON that is made text; OpenAI's API takes 32
@@ -104,17 +105,17 @@ def request_of(values: Any, url: str | None = None) -> DecisionRequest:
     return DecisionRequest("openai" if openai else "systemone", document, questions, given.get("model"))
 
 
-def is_request_file(settings: Any, available: Collection[str]) -> bool:
+def is_request_file(settings: JobSettings, available: Collection[str]) -> bool:
     """Return whether rows with these columns are bare requests, unless an option makes other prompts of them."""
     found = "questions" in available and ("input" in available or "state" in available)
     return found and not makes_prompts(settings)
 
 
-def makes_prompts(settings: Any) -> bool:
+def makes_prompts(settings: JobSettings) -> bool:
     """Return whether an option says how rows become prompts, so that they are no requests, whatever they look like."""
-    names = ("template", "pair_column", "questions", "target_column")
-    others = (getattr(settings, name, None) for name in names)
-    return "prompt_column" in settings.model_fields_set or any(others)
+    columns = settings.pairs.pair_column, settings.likelihood.target_column
+    others = settings.prompts.template, settings.asking.questions, *columns
+    return settings.prompts.is_given("prompt_column") or any(others)
 
 
 def carried_request(texts: Mapping[str, str | None]) -> DecisionRequest:

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.asking.labels import DOCUMENT, PAIR, QUERY
 from prefillcli.errors import UsageError
 from prefillcli.models.files import Reranker
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import ClassLabels, parse_labels
 from prefillcli.prompts.questions import Label
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.prompts.thinking import AS_USUAL
 from prefillcli.rows.records import ErrorCode, RowBatch, RowError
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
     from prefillcli.models.open import Opened
@@ -134,7 +136,7 @@ def own_builder(
     found: Reranker,
     opened: Opened,
     made: PromptSettings,
-    settings: Any,
+    settings: JobSettings,
     available: Sequence[str],
     *,
     asked: bool,
@@ -186,12 +188,12 @@ def _say(said: set[str], text: str, tell: Callable[[str], None] = log.warning) -
         tell(text)
 
 
-def _compare(opened: Opened, own: RerankBuilder, settings: Any, said: set[str]) -> None:
+def _compare(opened: Opened, own: RerankBuilder, settings: JobSettings, said: set[str]) -> None:
     # Warn of a prompt that differs from the model's own, and name the place.
     what = f"{opened.files.origin} is a reranker by its files, with its own template"
-    template = None if settings.template is None else RowTemplate(settings.template)
+    template = None if settings.prompts.template is None else RowTemplate(settings.prompts.template)
     if template is None:
-        option = "--prompt-column" if "prompt_column" in settings.model_fields_set else "--chat"
+        option = "--prompt-column" if "prompt_column" in settings.given else "--chat"
         _say(said, f"{option}: {what} for the columns {QUERY} and {DOCUMENT}\nleave {option} out")
         return
     query, document = _PROBES[0]

@@ -10,14 +10,9 @@ import numpy as np
 
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
-from prefillcli.prompts.builder import (
-    PromptBuilder,
-    PromptSettings,
-    not_in_vocabulary,
-    prompt_column,
-    text_error,
-)
+from prefillcli.prompts.builder import PromptBuilder, not_in_vocabulary, text_error
 from prefillcli.prompts.encoding import Encoder, NotLiteral, not_literal
 from prefillcli.prompts.labels import (
     Behind,
@@ -30,43 +25,42 @@ from prefillcli.prompts.labels import (
     tokens_behind,
 )
 from prefillcli.prompts.questions import Label, Likelihood
+from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
-from prefillcli.rows.records import (
-    DEFAULT_COLUMN,
-    MAX_ROW_BYTES,
-    ErrorCode,
-    Int32Array,
-    Prompt,
-    RowBatch,
-    RowError,
-    require_columns,
-)
-from prefillcli.stats.evaluation import Measure
+from prefillcli.rows.input.selection import DEFAULT_COLUMN, require_columns
+from prefillcli.rows.output.columns import added
+from prefillcli.rows.records import MAX_ROW_BYTES, ErrorCode, Prompt, RowBatch, RowError
+from prefillcli.stats.arrays import Int32Array
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
 
 _TOGETHER = 512  # texts that are tokenised at a time
 _NO_PROMPT = (ErrorCode.NULL_PROMPT, ErrorCode.EMPTY_PROMPT, ErrorCode.SKIPPED_EMPTY)
 
 
-def has_prompts(settings: Any, available: Sequence[str]) -> bool:
+def has_prompts(settings: JobSettings, available: Sequence[str]) -> bool:
     """Return whether rows with these columns have prompts in front of their targets."""
-    if settings.template is not None or settings.prompt_column != DEFAULT_COLUMN:
+    if settings.prompts.template is not None or settings.prompts.prompt_column != DEFAULT_COLUMN:
         return True
-    column = prompt_column(settings.prompt_column, available)
-    return column in available and column != settings.target_column
+    column = prompt_column(settings.prompts.prompt_column, available)
+    return column in available and column != settings.likelihood.target_column
 
 
 class TargetAsking(Asking):
     """The likelihood of a text of each row, after its prompt or as a whole document."""
 
+    def __init__(self, settings: JobSettings, column: str) -> None:
+        super().__init__(settings)
+        self.column = column
+        self.groups |= added({"token_logprobs": settings.likelihood.token_logprobs})
+
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
-        require_columns([self.settings.target_column], available, "the input")
+        require_columns([self.column], available, "the input")
         if not has_prompts(self.settings, available):
-            return (self.settings.target_column,)
-        return template.columns if template else (prompt_column(self.settings.prompt_column, available),)
+            return (self.column,)
+        return template.columns if template else (prompt_column(self.settings.prompts.prompt_column, available),)
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
@@ -74,18 +68,23 @@ class TargetAsking(Asking):
                 "--target-column: the model's classification head is read, which has no tokens\n"
                 "read the next token with --head vocabulary"
             )
-        return Targets(opened.tokenizer, self.settings.target_column, literal=self.settings.literal)
+        return Targets(opened.tokenizer, self.column, literal=self.settings.prompts.literal)
 
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
         if template is not None:
             template.close()
         return TargetBuilder(
-            inputs.opened.tokenizer,
+            opened.tokenizer,
             settings,
             available,
-            stride=self.settings.stride,
+            stride=self.settings.likelihood.stride,
             prompts=has_prompts(self.settings, available),
         )
 
@@ -213,7 +212,7 @@ class TargetBuilder(PromptBuilder):
         self, tokenizer: Any, settings: PromptSettings, available: Sequence[str], *, stride: int | None, prompts: bool
     ) -> None:
         if stride is not None and stride > settings.max_length:
-            raise UsageError(f"--stride {stride}: a window holds {settings.max_length} tokens\ngive fewer")
+            raise UsageError(f"--set stride={stride}: a window holds {settings.max_length} tokens\ngive fewer")
         super().__init__(tokenizer, settings, available)
         self._prompts_too = prompts
         self._stride = stride

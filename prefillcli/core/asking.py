@@ -6,28 +6,49 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.labels import ClassLabels, Labels
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.columns import Group, added
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
-    from prefillcli.prompts.builder import PromptBuilder, PromptSettings
-    from prefillcli.prompts.labels import Labels
+    from prefillcli.prompts.builder import PromptBuilder
+    from prefillcli.prompts.settings import PromptSettings
     from prefillcli.prompts.templates import RowTemplate
+    from prefillcli.rows.output.batches import Responses
+
+
+def by_labels(labels: Labels) -> AnswerColumns:
+    """Return the columns of the answers to a question without a name."""
+    return AnswerColumns(
+        labels=labels.names,
+        values=labels.question.values,
+        measure=labels.measure,
+        classes=isinstance(labels, ClassLabels),
+    )
 
 
 class Asking(ABC):
     """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one.
 
-    `carried` columns of the input go to the output, because what is written is made of them. Those in `requests` hold
-    requests of an API.
+    `groups` of columns are added to the output. `carried` columns of the input go there, because what is written is
+    made of them. Those in `requests` hold requests of an API. `named` has the columns of the answers to questions with
+    names; without any, the only question is asked by labels.
     """
 
+    groups: frozenset[Group]
     carried: Sequence[str] = ()
     requests: Sequence[str] = ()
+    named: tuple[AnswerColumns, ...] = ()
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added(
+            {"label_scores": settings.answers.label_norm != "none", "ordered": settings.choices.label_values}
+        )
 
     @abstractmethod
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
@@ -45,9 +66,19 @@ class Asking(ABC):
 
     @abstractmethod
     def builder(
-        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+        self,
+        opened: Opened,
+        labels: Labels,
+        settings: PromptSettings,
+        available: Sequence[str],
+        template: RowTemplate | None,
     ) -> PromptBuilder:
-        """Return the builder of prompts for rows with the `available` columns. It takes the compiled `template`."""
+        """Return the builder of prompts for rows with the `available` columns, with these answers after them. It takes
+        the compiled `template`."""
+
+    def responses(self, opened: Opened, labels: Labels) -> Responses | None:
+        """Return how answers are written in the form of an API; None where rows are no requests that ask for it."""
+        return None
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         """Return its parts of the job's fingerprint. `values` are those of options that change the output. A value

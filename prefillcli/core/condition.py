@@ -22,13 +22,10 @@ from jinja2.visitor import NodeTransformer
 
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.prompts.sandbox import BoundedEnvironment
-from prefillcli.rows.output.columns import (
-    COLUMNS,
-    ROW_COLUMN,
-    OutputSchema,
-    ResultRows,
-)
-from prefillcli.rows.records import Window, to_python
+from prefillcli.rows.output.columns import COLUMNS, ROW_COLUMN, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
+from prefillcli.rows.records import Window
+from prefillcli.rows.values import to_python
 
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's expressions.
 #

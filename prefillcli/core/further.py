@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
-from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
+from prefillcli.rows.output.columns import ROW_COLUMN, Probabilities, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import Target
-from prefillcli.rows.records import ScoredRow, Window, id_texts
+from prefillcli.rows.records import ScoredRow, Window
+from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Writing
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class RowSelection:
         """
         done = ResultRows.of(window, scored, {}, self.schema, self.temperature, self.probabilities)
         best: dict[int, dict[int, int]] = {}
-        for part, own in enumerate(done.questions or [done]):
+        for part, own in enumerate(done.questions):
             for each, scores in zip(own.scored, own.scores, strict=True):
                 best.setdefault(each.row, {})[part] = int(scores.argmax())
         if self.condition is None:
@@ -127,13 +129,14 @@ class FurtherQuestions:
     def of(
         cls,
         inputs: Inputs,
-        schema: OutputSchema,
         condition: Condition | None,
         follow_ups: Sequence[FollowUp],
+        probabilities: Mapping[str, Probabilities],
         chosen: Callable[[], int] = lambda: 0,
     ) -> FurtherQuestions | None:
-        """Return the questions of these follow-ups about the chosen rows of an output; None if there are none."""
-        choice = RowSelection(schema, condition, inputs.settings.temperature, inputs.probabilities)
+        """Return the questions of these follow-ups about the chosen rows of an output with these calibrated
+        `probabilities`; None if there are none."""
+        choice = RowSelection(inputs.schema, condition, inputs.settings.answers.temperature, probabilities)
         askers = [asker for each in follow_ups if (asker := each.further(inputs, choice)) is not None]
         return cls(choice, askers, chosen) if askers else None
 

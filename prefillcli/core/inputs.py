@@ -3,137 +3,166 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.core.asking import Asking, by_labels
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RowColumns, chat_choices
-from prefillcli.prompts.labels import ClassLabels, Labels
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.builder import PromptBuilder
+from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.settings import PromptSettings, RowColumns
 from prefillcli.prompts.templates import RowTemplate
+from prefillcli.prompts.thinking import ChatChoices
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import Group, OutputSchema, Probabilities
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.columns import Group
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import Prompt, Window
-from prefillcli.runtime import log, memory
+from prefillcli.runtime import memory
 
 if TYPE_CHECKING:
-    from prefillcli.core.asking import Asking
     from prefillcli.models.open import Opened
 
 
 ALL_COLUMNS = "*"  # of the input, among those that go to the output
-QuestionSchemas = Callable[[frozenset[Group], Collection[str]], tuple[OutputSchema, ...]]
 
 
-class Inputs:
-    """The rows of a command with these `settings` (`JobOptions`), and the prompts with answers made of them.
+def open_source(settings: JobSettings, *, whole: bool = False) -> Source:
+    """Open the rows of these settings; `whole`: not only a sample of them. Raises as `Source.open`."""
+    own = settings.input
+    sample = None if whole else own.sample
+    return Source.open(own.inputs, limit=own.limit, sample=sample, seed=own.seed, **own.csv)
 
-    `scoring/opening.py` opens them, in the order in which mistakes are cheapest to find. Close the builder.
+
+@dataclass(frozen=True)
+class OpenRows:
+    """The rows of a command with these `settings`, and what is asked of them, whatever the model.
+
+    `scoring/opening.py` opens them, in the order in which mistakes are cheapest to find.
     """
 
+    settings: JobSettings
     source: Source
-    opened: Opened
-    """The folders of the models. No weights are loaded."""
-    labels: Labels
-    """The answers after each prompt."""
-    builder: PromptBuilder
     asking: Asking
+    groups: frozenset[Group]
+    """The columns that the output has besides those of every output."""
+    carried: Sequence[str]
+    """Columns of the input that go to the output, including those that name its folders."""
+    row_columns: RowColumns | None
+    """The columns by which rows change how their own prompts are read."""
+    template: RowTemplate | None
+    """The compiled template of the settings, which the first builder takes."""
 
-    def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
-        self.settings = settings
-        self.groups: frozenset[Group] = frozenset()
-        """The columns that the output has besides those of every output."""
-        self.row_columns: RowColumns | None = None
-        """The columns by which rows change how their own prompts are read."""
-        self.common: Sequence[Prompt] = ()
-        """Prompts besides those of the rows, on which the results of all rows depend."""
-        self.probabilities: Mapping[str, Probabilities] = {}
-        """Make the calibrated probabilities of the rows, by question; without several, its name is empty."""
-        self.calibrated: Collection[str] = ()
-        """Of several questions, those that have calibrated probabilities."""
-        self.floors: Mapping[str, tuple[float | None, ...]] = {}
-        """The floors of the labels of each question, below which answers are reviewed."""
-        self.question_schemas: QuestionSchemas = lambda groups, calibrated: ()
-        """The columns of the answers to each of several questions, for an output with these groups of columns, in
-        which these questions are calibrated."""
-        self.template: RowTemplate | None = None
-        """The compiled template of the settings, until a builder takes it."""
-        self._carried = [name for name in carried if name is not None]
-        self._said = ""  # how chats get to the answer
+    def schema(
+        self,
+        labels: Labels,
+        opened: Opened | None = None,
+        calibrated: Collection[str] = (),
+        floors: Mapping[str, tuple[float | None, ...]] = MappingProxyType({}),
+    ) -> OutputSchema:
+        """Return the columns of the output for these labels, by these models once they are open. The questions with
+        these names are `calibrated`; `floors` are those of the labels of each question, below which answers are
+        reviewed."""
+        responses = None if opened is None else self.asking.responses(opened, labels)
+        truths, temperature = self.settings.truth_columns, self.settings.answers.temperature
 
-    @property
-    def carried(self) -> list[str]:
-        """Columns of the input that go to the output, including those that name its folders."""
-        keys: Collection[str] = ()
-        if getattr(self.settings, "partition", False) and hasattr(self, "source"):
-            keys = self.source.partition_keys
-        names = self._carried
-        if ALL_COLUMNS in names and hasattr(self, "source") and ALL_COLUMNS not in self.source.available:
-            names = [name for name in names if name != ALL_COLUMNS] + list(self.source.available)
-        return list(dict.fromkeys((*names, *keys)))
+        def used(own: AnswerColumns) -> AnswerColumns:
+            left = frozenset[Group]() if own.name in calibrated else frozenset[Group](["calibrated"])
+            return replace(
+                own,
+                groups=own.groups | self.groups - left,
+                temperature=temperature,
+                truth=truths.get(own.name),
+                floors=floors.get(own.key, ()),
+                token_text=None if responses is None else responses.text_of,
+            )
 
-    def carry(self, names: Sequence[str | None]) -> None:
-        """Let these columns of the input go to the output too."""
-        self._carried += [name for name in names if name is not None]
+        return OutputSchema(
+            questions=tuple(map(used, self.asking.named or (by_labels(labels),))),
+            id_name=self.settings.ids.id_column,
+            carried=self.source.carried_schema,
+            json_carried=self.source.kind == "jsonl",
+            groups=self.groups,
+            responses=responses,
+        )
 
-    def open_rows(self) -> None:
-        """Make prompts possible. Raises UsageError."""
-        self.builder = self.new_builder(self.template)
-        self.template = None
+    def make_builder(
+        self, opened: Opened, labels: Labels, available: Sequence[str], template: RowTemplate | None = None
+    ) -> PromptBuilder:
+        """Return a builder of prompts for rows with these columns. Without a compiled `template`, that of the settings
+        is read. Raises UsageError."""
+        return self.asking.builder(opened, labels, self._prompt_settings(opened, labels), available, template)
 
-    def new_builder(self, template: RowTemplate | None = None) -> PromptBuilder:
-        """Return a builder of prompts for the rows of the source, which will read the columns for it. Raises
-        UsageError.
-
-        Without a compiled `template`, that of the settings is read.
-        """
-        builder = self.make_builder(self.source.available, template)
-        self.source.select(
+    def select(self, source: Source, builder: PromptBuilder) -> None:
+        """Let a source of these rows read the columns for a builder. Raises UsageError for missing ones."""
+        source.select(
             columns=builder.needed,
             carried=self.carried,
             optional=builder.optional,
             requests=self.asking.requests,
             max_row_bytes=builder.max_row_bytes,
         )
-        return builder
 
-    def make_builder(self, available: Sequence[str], template: RowTemplate | None = None) -> PromptBuilder:
-        """Return a builder of prompts for rows with these columns. Raises UsageError."""
-        found = self.asking.builder(self, self.prompt_settings(), available, template)
-        self._tell(found)
-        return found
-
-    def prompt_settings(self) -> PromptSettings:
-        """Return how rows become prompts, by the settings and the model."""
-        settings, opened = self.settings, self.opened
-        files = opened.files
+    def _prompt_settings(self, opened: Opened, labels: Labels) -> PromptSettings:
+        # How rows become prompts, by the settings and the model.
+        own, files = self.settings.prompts, opened.files
         variants = None if opened.variants is None else opened.variants.row_columns
         return PromptSettings(
-            prompt_column=settings.prompt_column,
-            template=settings.template,
-            chat=settings.chat,
-            system=settings.system,
-            choices=chat_choices(settings),
-            max_length=min(settings.max_length or opened.max_length, opened.max_length),
-            on_long=settings.on_long,
-            empty_text=settings.empty_text,
+            prompt_column=own.prompt_column,
+            template=own.template,
+            chat=own.chat,
+            system=own.system,
+            choices=ChatChoices(thinking=own.thinking, options=own.chat_option, answer_prefix=own.answer_prefix or ""),
+            max_length=min(own.max_length or opened.max_length, opened.max_length),
+            on_long=own.on_long,
+            empty_text=own.empty_text,
             vocab_size=files.config.vocab_size,
-            literal=settings.literal,
-            max_row_bytes=memory.parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
+            literal=own.literal,
+            max_row_bytes=memory.parse_size(own.max_row_bytes) if own.max_row_bytes else None,
             row_columns=tuple(filter(None, (self.row_columns, variants))),
             classifies=files.head is not None,
-            label_columns=self.labels.columns,
+            label_columns=labels.columns,
             padding=None if files.head is None else files.head.padding,
             encoder=files.encoder,
-            pair_column=getattr(settings, "pair_column", None),
-            sections=bool(getattr(settings, "evidence", False)),
+            pair_column=self.settings.pairs.pair_column,
+            sections=self.settings.rationales.evidence,
         )
 
-    def _tell(self, builder: PromptBuilder) -> None:
-        # Log, once, how chats get to the answer.
-        said = builder.way.said if builder.way else ""
-        if said and said != self._said and not getattr(self.settings, "quiet", False):
-            ends = "the model thinks first" if self.settings.thinking == "on" else "the answer comes next"
-            log.info(f"{said}, so that {ends} (--thinking)")
-        self._said = said
+
+@dataclass(frozen=True)
+class Inputs:
+    """The rows of a command, and the prompts with answers that are made of them. Close the builder."""
+
+    rows: OpenRows
+    opened: Opened
+    """The folders of the models. No weights are loaded."""
+    labels: Labels
+    """The answers after each prompt."""
+    schema: OutputSchema
+    """The columns of the output."""
+    builder: PromptBuilder
+    common: Sequence[Prompt] = ()
+    """Prompts besides those of the rows, on which the results of all rows depend."""
+
+    @property
+    def settings(self) -> JobSettings:
+        """The settings of the command."""
+        return self.rows.settings
+
+    @property
+    def source(self) -> Source:
+        """The files of the rows."""
+        return self.rows.source
+
+    def again(self, *, whole: bool = False) -> tuple[Source, PromptBuilder]:
+        """Open the rows once more, to be read beside those of `source`; `whole`: not only a sample of them. Close the
+        builder."""
+        source = open_source(self.settings, whole=whole)
+        builder = self.rows.make_builder(self.opened, self.labels, source.available)
+        self.rows.select(source, builder)
+        return source, builder
 
     def windows(
         self,
@@ -145,12 +174,12 @@ class Inputs:
     ) -> Prefetcher[Window]:
         """Return the windows of the rows, with those of the shard alone, made and changed ahead of the model in a
         thread. `cancel` is that of `Prefetcher`; the other arguments are those of `data.windows.windows`."""
-        shard = getattr(self.settings, "shard_of", None)
+        shard = self.settings.files.shard_of
         coming = windows(
             self.source,
             self.builder,
             self.labels,
-            id_column=getattr(self.settings, "id_column", None),
+            id_column=self.settings.ids.id_column,
             size=size,
             only=None if shard is None else ShardRows(shard, self.builder),
             **choice,
@@ -163,21 +192,3 @@ class Inputs:
             for window in first:
                 self.labels.check(window)
                 break
-
-    def schema(self) -> OutputSchema:
-        """Return the columns of the output."""
-        truths = getattr(self.settings, "truth_columns", {})
-        return OutputSchema(
-            labels=self.labels.names,
-            id_name=self.settings.id_column,
-            carried=self.source.carried_schema,
-            json_carried=self.source.kind == "jsonl",
-            truth=truths.get(""),
-            groups=self.groups,
-            measure=self.labels.measure,
-            classes=isinstance(self.labels, ClassLabels),
-            values=self.labels.question.values,
-            served=self.labels.served,
-            token_text=self.labels.token_text,
-            questions=self.question_schemas(self.groups, self.calibrated),
-        ).with_floors(self.floors)

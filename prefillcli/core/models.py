@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prefillcli.engines.base import Engine
 from prefillcli.models.open import Opened
-from prefillcli.options.groups import LoadingOptions
+from prefillcli.options.settings import JobSettings
 
 if TYPE_CHECKING:
     from prefillcli.walk.walk import LayerWalk
@@ -27,7 +27,7 @@ class Models(Generic[AnyEngine]):
 
     engine: AnyEngine
     opened: Opened
-    settings: LoadingOptions
+    settings: JobSettings
     plan: dict[str, Any]
     before: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = False
@@ -62,7 +62,7 @@ class Models(Generic[AnyEngine]):
         """Return the most bytes of the budget that K,V take which the engine keeps between packs."""
         from prefillcli.models.law import memory_law
 
-        if getattr(self.settings, "prefix_kv", "auto") not in ("auto", "keep"):
+        if self.settings.packs.prefix_kv not in ("auto", "keep"):
             return 0
         return (
             self.engine.limits.held_tokens

@@ -16,17 +16,9 @@ from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import token_order
-from prefillcli.rows.records import (
-    FALLBACK,
-    FULL,
-    Int32Array,
-    Int64Array,
-    Prompt,
-    ScoredRow,
-    Selection,
-    Window,
-    early_exit_method,
-)
+from prefillcli.rows.input.selection import Selection
+from prefillcli.rows.records import FALLBACK, FULL, Prompt, ScoredRow, Window, early_exit_method
+from prefillcli.stats.arrays import Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.walk.continuations import Beginning, Writing
@@ -133,7 +125,6 @@ class ReadPrompt:
 def plan_requests(
     questions: Sequence[Request],
     limits: Limits,
-    schedule: str = "prefix-tree",
     *,
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
@@ -144,12 +135,11 @@ def plan_requests(
     prefix.
     """
     if any(question.thinning is not None for question in questions):
-        return _joined(questions, limits, schedule)
+        return _joined(questions, limits)
     return make_plan(
         [question.tokens for question in questions],
         limits,
-        schedule,
-        [question.positions for question in questions],
+        positions=[question.positions for question in questions],
         variants=planned_variants(questions),
         labels=[each.prompt.labels for each in questions],
         carried=carried,
@@ -187,7 +177,6 @@ def answer_requests(
     engine: PlanEngine,
     questions: Sequence[Request],
     tick: Tick = lambda tokens: None,
-    schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
     """Return the engine's answer to each question; `tick` and `treatment` as in `Engine.answer`.
@@ -195,7 +184,7 @@ def answer_requests(
     Raises ResourceError if the engine cannot go on.
     """
     found: dict[int, Answer] = {}
-    plan = plan_requests(questions, engine.limits, schedule)
+    plan = plan_requests(questions, engine.limits)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
     for answers in engine.answer_all(plan.packs, lambda i: questions[i].prompt.labels, tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
@@ -210,7 +199,7 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan:
+def _joined(questions: Sequence[Request], limits: Limits) -> Plan:
     """Return the plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
     unique = behind = 0
@@ -220,8 +209,7 @@ def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan
         plan = make_plan(
             [question.tokens for question in some],
             own,
-            schedule,
-            [question.positions for question in some],
+            positions=[question.positions for question in some],
             variants=planned_variants(some),
             labels=[each.prompt.labels for each in some],
         )

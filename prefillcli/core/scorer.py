@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.request import Request, Tick
 from prefillcli.core.windows import MAX_ROWS
-from prefillcli.engines.base import REDUCED, Engine, PlanEngine, PoolUse
+from prefillcli.engines.base import PlanEngine, PoolUse
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.plan import Plan
-from prefillcli.rows.records import BATCH_ROWS, Prompt, Window
+from prefillcli.rows.input.selection import BATCH_ROWS
+from prefillcli.rows.records import Prompt, Window
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -96,77 +97,66 @@ class ScoringPool(PlanEngine, Protocol):
 
 
 class Plans(Protocol):
-    """The store of a job's plan, which all attempts at the job share."""
-
-    plan: dict[str, Any]
-
-
-class _Plans:
-    """A plan that ends with the process."""
-
-    def __init__(self) -> None:
-        self.plan: dict[str, Any] = {}
-
-
-class ModelScorer:
-    """Models at work on the prompts of `inputs`. `scoring/loading.py` loads them, `scoring/loop.py` is their loop.
-
-    Close `loaded` and the builder of the inputs.
-    """
-
-    pool: ScoringPool
-    """Answers packs."""
-    beside: Mapping[str, Any] = MappingProxyType({})
-    """The things loaded beside the model in this process: `draft`, `first`."""
-    pack_seconds = 0.0
-    """The fewest seconds of a pack: those of reading the weights for it."""
-
-    def __init__(self, inputs: Inputs, granularity: Granularity = USUAL) -> None:
-        self.inputs = inputs
-        self.granularity = granularity
-        self.loaded = ExitStack()
-        """Resources to close when all rows are scored, including the models."""
-        self.plans: Plans = _Plans()
-        self.earlier: Mapping[str, Any] = {}
-        """The plan of an earlier attempt, or of the rows before."""
-        self.read: Callable[..., tuple[list[Request], int]] | None = None
-        """Decides how prompts are read, where that is not in full: see `requests`."""
-
-    @property
-    def settings(self) -> Any:
-        """The settings of the command."""
-        return self.inputs.settings
+    """The store of a job's plan, which all attempts at the job share: everything that they must have in common, like
+    the sizes of packs and findings from before the first window."""
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Everything that attempts at a job must share, like the sizes of packs and findings from before the first
-        window."""
-        return self.plans.plan
+        """The plan so far; empty at first."""
 
-    @plan.setter
-    def plan(self, plan: Mapping[str, Any]) -> None:
-        self.plans.plan = dict(plan)
+    def save_plan(self, plan: Mapping[str, Any]) -> None:
+        """Store this plan instead of the one before."""
+
+
+class PlansInMemory:
+    """`Plans` that end with the process."""
+
+    def __init__(self, plan: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.plan = plan
+
+    def save_plan(self, plan: Mapping[str, Any]) -> None:
+        self.plan = plan
+
+
+def save_plan_of(models: LoadedModels, plans: Plans) -> None:
+    """Store the plan of models that are loaded now, with the entries of `KEPT` of the one before."""
+    plans.save_plan({**models.plan, **{name: value for name, value in plans.plan.items() if name in KEPT}})
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """Models at work, here or in workers. `scoring/scorer.py` loads them. Close them."""
+
+    pool: ScoringPool
+    """Answers packs."""
+    plan: Mapping[str, Any]
+    """What another attempt at the job needs to load the same."""
+    close: Callable[[], None]
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """The things loaded beside the model in this process: `draft`, `first`."""
+    pack_seconds: float = 0.0
+    """The fewest seconds of a pack: those of reading the weights for it."""
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """Models at work on the prompts of `inputs`. `scoring/loop.py` is their loop."""
+
+    inputs: Inputs
+    models: LoadedModels
+    plans: Plans
+    read: Callable[..., tuple[list[Request], int]] | None = None
+    """Decides how prompts are read, where that is not in full: see `requests`."""
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine, if it is loaded in this process."""
-        return getattr(getattr(self, "pool", None), "engine", None)
+    def pool(self) -> ScoringPool:
+        """Answers packs."""
+        return self.models.pool
 
-    def take_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take the plan of models that are loaded now, and keep the entries of `KEPT`."""
-        self.earlier = self.plan
-        self.plan = {**plan, **{name: value for name, value in self.plan.items() if name in KEPT}}
-
-    def note_memory(self) -> None:
-        """Keep in the plan the sizes that the engine fell back to when memory ran out, so that no other attempt runs
-        out in the same way."""
-        found = None if self.engine is None else self.engine.reduced()
-        if found is not None and self.plan.get(REDUCED) != asdict(found):
-            self.plan = {**self.plan, REDUCED: asdict(found)}
-
-    def use_models_of(self, other: ModelScorer) -> None:
-        """Score with the loaded models of another scorer, and with its plan."""
-        self.pool, self.beside, self.plan, self.earlier = other.pool, other.beside, other.plan, other.earlier
+    @property
+    def settings(self) -> JobSettings:
+        """The settings of the command."""
+        return self.inputs.settings
 
     def requests(
         self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()
@@ -176,9 +166,3 @@ class ModelScorer:
         if self.read is not None:
             return self.read(self, prompts, tick, window, done)
         return [Request(prompt) for prompt in prompts], 0
-
-    def adjust_threads(self) -> None:
-        """Compute with as many threads as this machine has cores free."""
-        threads = self.inputs.opened.threads
-        if threads is not None:
-            threads.adjust()

@@ -27,23 +27,12 @@ import pyarrow.compute as pc
 from prefillcli.errors import UsageError, counted
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels
+from prefillcli.rows.input.selection import BATCH_ROWS
 from prefillcli.rows.input.source import Source, TableRows
 from prefillcli.rows.output import Shard
-from prefillcli.rows.records import (
-    BATCH_ROWS,
-    ErrorCode,
-    Float64Array,
-    Int64Array,
-    Prompt,
-    RowBatch,
-    RowError,
-    Window,
-    id_texts,
-    is_text,
-    plain_type,
-    text_of,
-    to_python,
-)
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
+from prefillcli.rows.values import id_texts, is_text, plain_type, text_of, to_python
+from prefillcli.stats.arrays import Float64Array, Int64Array
 
 RUN_ROWS = 512  # rows of a run, at most
 # A run has at most this fraction of a shard's part of a window, where cutting it costs little.

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from prefillcli.engines.memory_plan import REDUCED as REDUCED
-from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
+from prefillcli.engines.memory_plan import Measured
 from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.models.open import DraftChoice, Opened
+from prefillcli.models.open import Opened
+from prefillcli.options.engines import ENGINES
+from prefillcli.options.groups import LayerOptions, MemoryOptions
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.rows.records import NextTokens, ReadTokens
+from prefillcli.runtime.extras import light_imports
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
 
 if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.weights import WeightsPlan
-    from prefillcli.walk.drafters import DraftModel
+    from prefillcli.walk.draft_model import DraftModel
     from prefillcli.walk.walk import Arithmetic, ThinningRule
 
 
@@ -337,24 +343,7 @@ class Engine:
         """Release memory, and end other processes."""
 
 
-class LoadChoice(MemoryChoice, Protocol):
-    """A job's options for loading an engine."""
-
-    @property
-    def trust_remote_code(self) -> bool: ...
-
-
-class EngineChoice(DraftChoice, Protocol):
-    """A job's options for opening the models of an engine."""
-
-    @property
-    def max_length(self) -> int | None: ...
-    @property
-    def engine_options(self) -> Mapping[str, Any]: ...
-    @property
-    def quiet(self) -> bool: ...
-    @property
-    def debug(self) -> bool: ...
+RESIDENT = LayerOptions(weights="resident", hidden="device")  # all on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,20 +352,21 @@ class LoadRequest:
 
     `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty. With
     `planned` it is the plan of another worker of this attempt, and binding. `measured` comes from a profile of the
-    model. `share` is the engine's part of the free memory: other workers take the rest. `placement` says which data
-    may be kept outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to
+    model. `share` is the engine's part of the free memory: other workers take the rest. `layers` say which data may be
+    kept outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to
     `text_tokens`, beginnings and guesses included, are written after the prompts that `texts_of` names; 0: none are.
     The layer walk asks `plan_weights` how the weights are kept, when the draft is loaded (None: all on the device).
     """
 
     opened: Opened
-    choice: LoadChoice
+    packs: MemoryOptions
     options: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, Any] = field(default_factory=dict)
     measured: Measured | None = None
     share: float = 1.0
     planned: bool = False
-    placement: PlacementChoice = RESIDENT
+    layers: LayerOptions = RESIDENT
+    trust_remote_code: bool = False
     text_tokens: int = 0
     texts_of: TextsOf = "all"
     arithmetic: Arithmetic | None = None
@@ -402,9 +392,9 @@ class Loaded(Generic[AnyEngine]):
 
 
 class Loader(Protocol):
-    """A module that brings an engine, as `prefillcli.engines.registry` names it."""
+    """A module that brings an engine, as `prefillcli.options.engines` names it."""
 
-    def open_models(self, choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
+    def open_models(self, settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         """Check the model's files and everything else that can be known before weights are loaded. `dtypes` are those
         of the models that are chosen already.
 
@@ -413,6 +403,14 @@ class Loader(Protocol):
 
     def load(self, request: LoadRequest) -> Loaded[Engine]:
         """Load the weights. Raises ResourceError where they cannot fit, before they are loaded, and UsageError."""
+
+
+def loader_of(engine: str) -> Loader:
+    """Return the module that opens and loads the engine of this name."""
+    module = ENGINES[engine].module
+    own = module.startswith(f"{__package__}.")  # another engine may need no torch
+    with light_imports() if own else nullcontext():
+        return cast("Loader", import_module(module))
 
 
 def sequences(pack: Pack) -> Iterator[tuple[int, TokenArray]]:

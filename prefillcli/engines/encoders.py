@@ -34,7 +34,7 @@ def load(request: LoadRequest) -> Loaded[EncoderEngine]:
         opened.files,
         opened.device,
         attention=request.options.get("attn_implementation"),
-        trust_remote_code=request.choice.trust_remote_code,
+        trust_remote_code=request.trust_remote_code,
     )
     return Loaded(EncoderEngine(model, opened.files.activation))
 

@@ -19,7 +19,6 @@ from prefillcli.engines.base import (
     PLAIN,
     Answer,
     Engine,
-    EngineChoice,
     Loaded,
     LoadRequest,
     Treatment,
@@ -31,6 +30,7 @@ from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens,
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.models.shape import length_switch
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -156,10 +156,10 @@ def _continuation(tokens: Sequence[int], writing: Writing, gap: float) -> Contin
 OPTIONS = ("attn_implementation",)
 
 
-def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
+def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`; any causal language model of transformers will do, and encoders with a head."""
-    check_options("hf", choice.engine_options, OPTIONS)
-    opened = models.open_models(choice, dtypes)
+    check_options("hf", settings.engine.engine_options, OPTIONS)
+    opened = models.open_models(settings, dtypes)
     models.check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)
 
@@ -173,7 +173,7 @@ def load(request: LoadRequest) -> Loaded[HfEngine] | Loaded[encoders.EncoderEngi
         opened.files,
         opened.device,
         attention=request.options.get("attn_implementation"),
-        trust_remote_code=request.choice.trust_remote_code,
+        trust_remote_code=request.trust_remote_code,
     )
     use_variant = None if opened.variants is None else opened.variants.apply(model)
     engine = HfEngine(model, max_length=opened.max_length, activation=opened.files.activation, use_variant=use_variant)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prefillcli.engines import encoders
-from prefillcli.engines.base import EngineChoice, Loaded, LoadRequest, WeightsReport
+from prefillcli.engines.base import Loaded, LoadRequest, WeightsReport
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
@@ -15,6 +15,7 @@ from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
 from prefillcli.models.rehearsal import rehearsal_of
 from prefillcli.models.weights import plan_quantisation, plan_resident
+from prefillcli.options.settings import JobSettings
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity, keep_blocks
 from prefillcli.walk.attention import KERNEL, ruled_out, why_no_library
@@ -22,9 +23,9 @@ from prefillcli.walk.fusion import check_compiler, compiled
 from prefillcli.walk.walk import FASTEST, LayerWalk
 
 
-def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
+def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`; the model must be one that can be walked layer by layer."""
-    opened = open_folders(choice, dtypes)
+    opened = open_folders(settings, dtypes)
     check_walkable(opened.files, "take another model, or --engine hf")
     check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)
@@ -33,10 +34,10 @@ def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
 def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderEngine]:
     """As `Loader`; an encoder is not walked. Packs are sized by the memory that is free once the weights are loaded,
     unless `--memory` gives a size."""
-    opened, choice, placement = request.opened, request.choice, request.placement
+    opened, own, layers = request.opened, request.packs, request.layers
     if opened.files.encoder:
         return encoders.load(request)
-    files, device, trust = opened.files, opened.device, choice.trust_remote_code
+    files, device, trust = opened.files, opened.device, request.trust_remote_code
     arithmetic = request.arithmetic or FASTEST
     weights = plan_resident(opened, draft=False) if request.plan_weights is None else request.plan_weights()
     quantisation = plan_quantisation(files.origin, files.quantised, device)
@@ -47,11 +48,11 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     own_cache = rehearsal_of(model).own_cache
     if own_cache and arithmetic.no_own_cache:
         raise UsageError(arithmetic.no_own_cache)
-    on_host = hidden_on_host(placement, device, streamed=source is not None)
+    on_host = hidden_on_host(layers, device, streamed=source is not None)
     free = None
-    if not choice.memory:
+    if not own.memory:
         free = int(available_memory(device) * request.share) - (0 if source is None else source.memory_bytes)
-    budget = budget_of(choice, free)
+    budget = budget_of(own, free)
     if device.type == "cpu":
         keep_blocks(budget)
         if request.share == 1.0:  # not by each of several workers
@@ -61,7 +62,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     if not request.planned:
         packs = plan_packs(
             opened,
-            choice,
+            own,
             budget,
             request.measured,
             least_tokens=0 if speed is None else speed.hiding_tokens,
@@ -75,7 +76,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     walk = LayerWalk(
         model,
         chunk_tokens=plan["chunk_tokens"],
-        offload_held=choice.prefix_kv == "offload",
+        offload_held=own.prefix_kv == "offload",
         hidden_on_host=on_host,
         layers=source,
         arithmetic=arithmetic,
@@ -87,12 +88,12 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
             raise UsageError(f"--rationale: {error}") from None
     if own_cache and request.share == 1.0:  # not by each of several workers
         log.info(f"a {files.family} model is walked with its own cache, prompt by prompt")
-    if placement.compile and walk.keeps_ends:
+    if layers.compile and walk.keeps_ends:
         log.warning(
             f"--compile: layers of a {files.family} model keep states or a cache of their own, "
             "and are called as they are"
         )
-    elif placement.compile:
+    elif layers.compile:
         check_compiler(device)
         walk.arithmetic = replace(arithmetic, prepare=compiled)
     engine = TorchEngine(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
+from prefillcli.options.groups import BudgetOptions, LayerOptions, MemoryOptions
 from prefillcli.plan.pack import Limits
 from prefillcli.runtime.cores import affinity
 from prefillcli.runtime.memory import parse_size
@@ -26,39 +27,6 @@ PACK_SECONDS = 10.0
 LEAST_PACK_TOKENS = 512  # fewer would not keep the cores busy
 
 
-class MemoryChoice(Protocol):
-    """The amount of memory to use, and its purpose."""
-
-    @property
-    def memory(self) -> str | None: ...
-    @property
-    def pack_tokens(self) -> int | None: ...
-    @property
-    def chunk_tokens(self) -> int | None: ...
-    @property
-    def prefix_kv(self) -> str: ...
-
-
-class PlacementChoice(Protocol):
-    """The parts of a pack that may be kept outside the device, and how the layers are called."""
-
-    @property
-    def hidden(self) -> Literal["auto", "device", "host"]: ...
-    @property
-    def compile(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A `PlacementChoice` by its values."""
-
-    hidden: Literal["auto", "device", "host"] = "device"
-    compile: bool = False
-
-
-RESIDENT = Placed()  # all on the device
-
-
 class Measured(Protocol):
     """Measurements of a model on this machine."""
 
@@ -66,16 +34,16 @@ class Measured(Protocol):
         """The tokens of the largest pack, at most `most`, that can be computed within this many seconds."""
 
 
-def budget_of(choice: MemoryChoice, free: int | None) -> int:
+def budget_of(packs: BudgetOptions, free: int | None) -> int:
     """Bytes for packs: the size given by `--memory`, else a share of the `free` ones."""
     from prefillcli.models.law import FREE_SHARE
 
-    return parse_size(choice.memory) if choice.memory else int((free or 0) * FREE_SHARE)
+    return parse_size(packs.memory) if packs.memory else int((free or 0) * FREE_SHARE)
 
 
 def plan_packs(
     opened: Opened,
-    choice: MemoryChoice,
+    packs: MemoryOptions,
     budget: int,
     measured: Measured | None = None,
     *,
@@ -112,8 +80,8 @@ def plan_packs(
         law = law.with_hidden_on_host()
     if own_cache:
         law = law.with_own_cache()
-    chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
-    pack_tokens = choice.pack_tokens
+    chunk_tokens = packs.chunk_tokens or choose_chunk(law, budget, opened.device)
+    pack_tokens = packs.pack_tokens
     if pack_tokens is None:
         most = PACK_TOKENS[opened.device.type]
         if measured is not None:
@@ -130,15 +98,15 @@ def plan_packs(
         device=opened.device,
         chunk_tokens=chunk_tokens,
         pack_tokens=pack_tokens,
-        prefix_kv=choice.prefix_kv,
+        prefix_kv=packs.prefix_kv,
     )
     limits = replace(limits, switch=length_switch(opened.files.config))
-    asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
+    asked = [packs.memory, packs.pack_tokens, packs.chunk_tokens, packs.prefix_kv]
     plan = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
     if not text_tokens or own_cache:  # which keeps no K,V to write texts after
         return plan
     room = budget - law.constant(chunk_tokens, opened.device)
-    offloaded = choice.prefix_kv == "offload"
+    offloaded = packs.prefix_kv == "offload"
     limits = limits_with_texts(
         limits, law, room=room, device=opened.device, text_tokens=text_tokens, offloaded=offloaded, share=share
     )
@@ -154,11 +122,11 @@ def limits_of(plan: Mapping[str, Any]) -> Limits:
     return Limits(**plan["limits"])
 
 
-def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: bool) -> bool:
+def hidden_on_host(layers: LayerOptions, device: torch.device, *, streamed: bool) -> bool:
     """Return whether the residual stream is kept in host memory. On a CPU it always is in host memory."""
     if device.type == "cpu":
         return False
-    return choice.hidden == "host" or (choice.hidden == "auto" and streamed)
+    return layers.hidden == "host" or (layers.hidden == "auto" and streamed)
 
 
 def keep_plan(before: Mapping[str, Any], plan: dict[str, Any]) -> dict[str, Any]:

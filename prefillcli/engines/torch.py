@@ -43,7 +43,8 @@ from prefillcli.plan.plan import LONG
 from prefillcli.rows.records import NextTokens, ReadTokens
 from prefillcli.walk.continuations import Beginning, DecodingReport
 from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
-from prefillcli.walk.drafters import DraftModel, JobDrafters
+from prefillcli.walk.draft_model import DraftModel
+from prefillcli.walk.drafters import drafter_of
 from prefillcli.walk.forest import WatchedLayer
 from prefillcli.walk.layout import Tree
 from prefillcli.walk.walk import REGROUP_LAYERS, LayerWalk, Thinned, ThinningRule, Tick
@@ -168,7 +169,7 @@ class TorchEngine(Engine):
         return self._texts.report if self._texts.report.texts else None
 
     def guess_with(self, draft: DraftModel) -> None:
-        self._texts.drafters.draft = draft
+        self._texts.draft = draft
 
     def _keep_less(self, treatment: Treatment, pack: Pack) -> bool:
         # If this pack was kept, it no longer is. Later packs are kept if they are half as large.
@@ -430,12 +431,12 @@ class PromptExits:
 class JobTexts:
     """Writes texts after the prompts of packs whose K,V survive their scoring.
 
-    The `drafters` guess by the texts of all packs so far. No text is longer than `longest` tokens with its prompt.
+    The `draft` model guesses tokens, where there is one. No text is longer than `longest` tokens with its prompt.
     """
 
     def __init__(self, limits: Limits, longest: int) -> None:
         self.report = DecodingReport()
-        self.drafters = JobDrafters()
+        self.draft: DraftModel | None = None
         self._switch = limits.switch
         self._room = RowRoom(limits.written_tokens or None, limits.row_tokens, longest=longest, switch=limits.switch)
 
@@ -477,7 +478,7 @@ class JobTexts:
             [(reads[prompt], beginning) for prompt, beginning in wanted.items()],
             continuations.writing,
             room=self._room,
-            make_drafter=partial(self.drafters.of, writing=continuations.writing, report=report),
+            make_drafter=partial(drafter_of, writing=continuations.writing, report=report, draft_model=self.draft),
             tick=tick,
             report=report,
         )

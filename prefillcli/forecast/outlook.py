@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
 from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
-from prefillcli.reading.exits.judging import place_of, rows_to_learn
-from prefillcli.reading.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
+from prefillcli.reading.exits.learning import CHECKED_ROWS
 from prefillcli.reading.exits.policy import ExitProfile, identity_of, require_same_job
+from prefillcli.reading.exits.proof import place_of, rows_to_learn
 from prefillcli.reading.exits.rare import rows_to_fit
+from prefillcli.reading.exits.report import ProvableFlips, provable_flips, provable_text
 from prefillcli.report.section import visible
 from prefillcli.runtime.clock import duration
 
@@ -39,27 +40,30 @@ def outlook_of(
 ) -> tuple[ExitOutlook, list[tuple[str, str]]]:
     """Return the outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is
     plainly of another job."""
-    settings: Any = inputs.settings
+    settings = inputs.settings
     asked, rows = inputs.labels.asked, survey.rows.prompts
-    classes = max(len(each.names) for each in asked) if settings.flips_of == "each" else 1
-    usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
-    usual = usual if settings.rare_option is None else rows_to_fit(rows)
-    found = ExitOutlook(rows_in_full=min(settings.exit_rows or usual, rows // 2))
+    classes = max(len(each.names) for each in asked) if settings.exits.flips_of == "each" else 1
+    usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.flips.max_flips, classes)
+    usual = usual if settings.exits.rare_option is None else rows_to_fit(rows)
+    found = ExitOutlook(rows_in_full=min(settings.exits.exit_rows or usual, rows // 2))
     lines = []
-    if settings.rare_option is not None:
-        text = f"{settings.rare_option} reads {found.rows_in_full:,} rows in full first, and as many more as it draws"
+    if settings.exits.rare_option is not None:
+        first = f"{settings.exits.rare_option} reads {found.rows_in_full:,} rows in full first"
+        text = f"{first}, and as many more as it draws"
         lines.append(("proof", f"{text}: that depends on how many have the answer"))
     elif profile is None:
-        found.provable = provable_flips(found.rows_in_full, settings.max_flips, classes)
-        lines.append(("proof", provable_text(found.provable, classes, settings.max_flips, settings.exit_option)))
+        found.provable = provable_flips(found.rows_in_full, settings.flips.max_flips, classes)
+        lines.append(
+            ("proof", provable_text(found.provable, classes, settings.flips.max_flips, settings.exits.exit_option))
+        )
     else:
         own = {"layers": inputs.opened.files.config.get_text_config().num_hidden_layers}
         own |= {
-            "max_flips": settings.max_flips,
-            "flips_of": settings.flips_of,
+            "max_flips": settings.flips.max_flips,
+            "flips_of": settings.exits.flips_of,
             "questions": [*map(identity_of, asked)],
         }
-        require_same_job(profile, settings.exit_profile, profile.model_dump() | own)
+        require_same_job(profile, settings.exits.exit_profile, profile.model_dump() | own)
         findings = [each.findings for each in profile.questions]
         for each in (each for own in findings for each in own.exits):
             name = str(each.layer + 1)
@@ -76,13 +80,13 @@ def outlook_of(
 
 
 def _is_counted(small: Small) -> bool:
-    # Whether operations show its cost: those of encoders are not counted, and in smaller numbers they are faster.
+    # Whether operations show its cost: those of encoders are not counted, and in low precision they are faster.
     return not small.files.encoder and small.narrow is None
 
 
 def _costs(found: ExitOutlook, inputs: Inputs, tokens: int) -> str:
-    opened, settings = inputs.opened, cast("Any", inputs.settings)
-    names = [name for name in settings.chain if name != WORDS]
+    opened, settings = inputs.opened, inputs.settings
+    names = [name for name in settings.exits.chain if name != WORDS]
     try:
         whole = prefill_flops(opened.files.config.get_text_config(), tokens).total
         for name, each in zip(names, opened.small, strict=True):

@@ -6,23 +6,24 @@ import bisect
 import json
 import os
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.forecast.survey import Survey
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import seen_pairs
+from prefillcli.options.engines import ENGINES
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.rows.filesystems import MissingFileError, read_given
 from prefillcli.rows.proof import hash_model, sealed_text, take_checksum
 from prefillcli.runtime.cores import affinity, cpu_name
 from prefillcli.runtime.memory import total_memory
+from prefillcli.runtime.version import version_of
 
 MOST_ERROR = 0.25  # of a curve that may predict: the end of an eight-hour job is then known to within two hours
 SCHEMA_VERSION = 2
@@ -184,7 +185,7 @@ class Profile(BaseModel):
         """
         if model_hash != self.model:
             return f"it was made for another model ({self.model_name})"
-        kind, torch_now = str(device).partition(":")[0], version("torch")
+        kind, torch_now = str(device).partition(":")[0], version_of("torch")
         then = {"dtype": self.dtype, "device": self.device.partition(":")[0], "torch": self.versions.get("torch")}
         now = {"dtype": str(dtype).removeprefix("torch."), "device": kind, "torch": torch_now}
         if then == now:  # else the device may not be here
@@ -205,7 +206,9 @@ class Profile(BaseModel):
         return next((each for each in self.modes if each.mode == name), None)
 
 
-def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
+def find_profile(
+    settings: JobSettings, opened: Opened, digest: str | None = None
+) -> tuple[Profile | None, str, str | None]:
     """Find the profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and
     the reason if there is none.
 
@@ -213,9 +216,9 @@ def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tu
     `--profile`, `profile.json` in the working directory is used. Raises UsageError if the named file is missing or is
     no profile.
     """
-    path: str | None = settings.profile
+    path: str | None = settings.prediction.profile
     name = path or DEFAULT_PROFILE
-    if "forecast" not in ENGINES[settings.engine].can:
+    if "forecast" not in ENGINES[settings.engine.engine].can:
         return None, name, None
     if not path and not os.path.exists(name):
         return None, name, f"no {name} here; `prefill profile` with this model makes one"

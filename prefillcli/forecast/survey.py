@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +13,18 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, Field
 
-from prefillcli.core.request import Request, plan_requests, planned_variants
+from prefillcli.core.request import Request, plan_requests
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import counted
 from prefillcli.followup.rationale import text_room
 from prefillcli.models.open import Opened
-from prefillcli.plan import SCHEDULES
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plans
+from prefillcli.plan.plan import Plan
 from prefillcli.reading.compress.compressor import KeptTokens
 from prefillcli.report.section import Part, Section, TableRows, bars, price
-from prefillcli.rows.output.columns import MOST, Counts, shown_ids
+from prefillcli.rows.output.tallies import MOST, Counts, shown_ids
 from prefillcli.rows.records import SKIPPED_CODES, ErrorCode, Prompt, Window
 from prefillcli.runtime.clock import duration
 
@@ -67,24 +67,17 @@ class Lengths(BaseModel):
 class Cost(BaseModel):
     """The work of a way to score. Seconds and price concern only the model, and are null without a profile."""
 
-    chosen: bool = False  # the one that the settings ask for
     packs: int = 0
     computed_tokens: int = 0
     seconds: float | None = None
     price: float | None = None
 
 
-class PlanCost(Cost):
-    """The cost of a schedule."""
-
-    schedule: str
-
-
 class KeepCost(Cost):
-    """The cost at a keep rate, under the chosen schedule. It is an estimate without a draft, whose own time is left
-    out."""
+    """The cost at a keep rate. It is an estimate without a draft, whose own time is left out."""
 
     keep: float
+    chosen: bool = False  # the one that the settings ask for
     compressed_rows: int = 0
     kept_tokens: int = 0
 
@@ -101,17 +94,12 @@ class Survey(BaseModel):
     # For a pack: pack_tokens and chunk_tokens. For a prompt: max_tokens, by memory, and max_length, by the model and
     # --max-length.
     limits: dict[str, int]
-    plans: list[PlanCost] = Field(default_factory=list)
+    plan: Cost = Field(default_factory=Cost)
     keeps: list[KeepCost] = Field(default_factory=list)  # with a draft
     # With --rationale: whether K,V survive scoring (kv: kept or again), the reason, the kept_tokens of a pack that can
     # be kept, and their bytes.
     texts: dict[str, Any] | None = None
     seconds: dict[str, float] = Field(default_factory=dict)  # of the survey itself: read, render, tokenize, plan
-
-    @property
-    def plan(self) -> PlanCost:
-        """The plan that the settings ask for."""
-        return next(plan for plan in self.plans if plan.chosen)
 
 
 # The tables of a survey: for the terminal, and for pages.
@@ -124,8 +112,8 @@ def survey_section(survey: Survey) -> Section:
     """Return the section about an input for terminal and page."""
     bins = survey.lengths.histogram if survey.lengths is not None else []
     edges = {f"{each['low']:,} - {each['high'] - 1:,}": each["rows"] for each in bins}
-    plans = _cost_table("schedule", [(each.schedule, each) for each in survey.plans], "packs", "computed_tokens")
-    keeps = [(f"{each.keep:g}", each) for each in survey.keeps]
+    plan = _cost_table("", [("in full" if survey.keeps else "this job", survey.plan)], "packs", "computed_tokens")
+    keeps = [(f"{each.keep:g}{' *' if each.chosen else ''}", each) for each in survey.keeps]
     rates = _cost_table("keep rate", keeps, "compressed_rows", "kept_tokens", "computed_tokens")
     return Section(
         title="Input",
@@ -135,8 +123,8 @@ def survey_section(survey: Survey) -> Section:
                 title="Rows by tokens of their prompt",
                 bars=bars(edges, {name: f"{rows:,}" for name, rows in edges.items()}),
             ),
-            Part(title="Plans", table=plans, note="The star is what the settings ask for."),
-            Part(title="Keep rates", table=rates if keeps else None, note=f"{ESTIMATE}."),
+            Part(title="Plan", table=plan),
+            Part(title="Keep rates", table=rates if keeps else None, note=f"{ESTIMATE}. The star is --keep."),
         ],
     )
 
@@ -173,7 +161,7 @@ def _cost_table(head: str, costs: Sequence[tuple[str, Cost]], *counts: str) -> T
     for name, cost in costs:
         numbers = [f"{getattr(cost, count):,}" for count in counts]
         numbers += [predictions[each][1](getattr(cost, each)) for each in known]
-        rows.append([f"{name} *" if cost.chosen else name, *numbers])
+        rows.append([name, *numbers])
     return rows
 
 
@@ -258,11 +246,11 @@ def lengths_of(counts: Counter[int]) -> Lengths | None:
     )
 
 
-# The cost of a job under each schedule, and at each keep rate.
+# The cost of a job, and at each keep rate.
 
 
 class Costs:
-    """Adds up the cost of plans over windows. The job's own plan is among them, cut as the job cuts it.
+    """Adds up the cost of the job's plan, cut as the job cuts it, and of others over windows.
 
     Without `--memory`, the loaded weights will leave `free` bytes. `profile` sizes packs and predicts their time;
     `names` are those of the labels; `block_tokens` as in `make_plan`. Raises ResourceError if not even a small prompt
@@ -271,7 +259,7 @@ class Costs:
 
     def __init__(
         self,
-        settings: Any,
+        settings: JobSettings,
         opened: Opened,
         names: Sequence[str],
         *,
@@ -281,22 +269,22 @@ class Costs:
     ) -> None:
         self.windows = self.unique_tokens = 0  # of the job's own plan
         self.errors: Counter[str] = Counter()  # rows that only planning finds to be errors, by code
-        budget = budget_of(settings, free)
+        budget = budget_of(settings.packs, free)
         tokens, texts_of = text_room(settings, opened, names)
-        plan = plan_packs(opened, settings, budget, profile, text_tokens=tokens, texts_of=texts_of)
+        plan = plan_packs(opened, settings.packs, budget, profile, text_tokens=tokens, texts_of=texts_of)
         self.texts: dict[str, Any] | None = plan.get(TEXTS)
         self._limits = Limits(**plan["limits"])
         self.limits = {
             "pack_tokens": self._limits.tokens,
             "max_tokens": self._limits.max_tokens,
-            "max_length": min(getattr(settings, "max_length", None) or opened.max_length, opened.max_length),
+            "max_length": min(settings.prompts.max_length or opened.max_length, opened.max_length),
             "chunk_tokens": plan["chunk_tokens"],
         }
         self._settings, self._profile = settings, profile
-        self._foresight = None if settings.draft is None else KeptTokens(settings, opened, budget)
+        self._foresight = None if settings.compression.draft is None else KeptTokens(settings, opened, budget)
         self._block_tokens = block_tokens if self._foresight is None else 0
-        self.plans = [PlanCost(schedule=each, chosen=each == settings.schedule) for each in SCHEDULES]
-        self._carried: list[tuple[CarriedBlock, ...]] = [() for _ in self.plans]  # into the next window
+        self.plan = Cost()
+        self._carried: tuple[CarriedBlock, ...] = ()  # into the next window
         rates, chosen = ((), None) if self._foresight is None else (self._foresight.rates, self._foresight.chosen)
         self.keeps = [KeepCost(keep=rate, chosen=rate == chosen) for rate in rates]
         self._keep = 1.0 if chosen is None else chosen
@@ -306,39 +294,21 @@ class Costs:
         self.windows += 1
         fitting = self._questions(prompts, self._keep)
         self.errors[ErrorCode.EXCEEDS_MEMORY] += len(prompts) - len(fitting)
-        schedules = [each.schedule for each in self.plans]
-        plans = list(self._plans(fitting, schedules, self._carried))
-        self._carried = [plan.carried for plan in plans]
-        for cost, plan in zip(self.plans, plans, strict=True):
-            self._charge(cost, plan, fitting)
-            if cost.chosen:
-                self.unique_tokens += plan.unique_tokens
+        plan = plan_requests(fitting, self._limits, carried=self._carried, block_tokens=self._block_tokens)
+        self._carried = plan.carried
+        self._charge(self.plan, plan, fitting)
+        self.unique_tokens += plan.unique_tokens
         for keep in self.keeps:
             questions = self._questions(prompts, keep.keep)
             keep.compressed_rows += sum(question.compressed for question in questions)
             keep.kept_tokens += sum(question.most_kept for question in questions)
-            self._charge(keep, next(self._plans(questions, [self._settings.schedule], [()])), questions)
+            self._charge(keep, plan_requests(questions, self._limits, block_tokens=self._block_tokens), questions)
 
     def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
         # The requests for the prompts that fit in memory.
         foresight = self._foresight
         found = list(map(Request, prompts)) if foresight is None else foresight.questions(prompts, keep)
         return [question for question in found if question.size <= self._limits.max_tokens]
-
-    def _plans(
-        self, questions: Sequence[Request], schedules: Iterable[str], carried: Iterable[Sequence[CarriedBlock]]
-    ) -> Iterator[Plan]:
-        if any(question.thinning is not None for question in questions):
-            return (plan_requests(questions, self._limits, schedule) for schedule in schedules)
-        return make_plans(
-            [each.tokens for each in questions],
-            [(schedule, self._limits) for schedule in schedules],
-            [each.positions for each in questions],
-            variants=planned_variants(questions),
-            labels=[each.prompt.labels for each in questions],
-            carried=carried,
-            block_tokens=self._block_tokens,
-        )
 
     def _charge(self, cost: Cost, plan: Plan, questions: Sequence[Request]) -> None:
         cost.packs += len(plan.packs)
@@ -347,5 +317,5 @@ class Costs:
             whole = plan.with_labels(lambda prompt: questions[prompt].prompt.labels)
             share = 1.0 if self._foresight is None else self._foresight.layers(questions)
             cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(whole)
-            if (rate := getattr(self._settings, "price_per_hour", None)) is not None:
+            if (rate := self._settings.price.price_per_hour) is not None:
                 cost.price = cost.seconds / 3600 * rate

@@ -9,11 +9,13 @@ from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.models.adapters import adapter_paths
+from prefillcli.options.reading import AdapterOptions
+from prefillcli.rows.output.columns import added
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 
@@ -28,9 +30,12 @@ class AdapterUse(BaseModel):
 class AdapterJudge(Judge):
     """Counts the rows of each adapter."""
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        opened = getattr(getattr(run, "scorer", None), "inputs", None)
-        run.report.adapters = list(_uses(adapter_paths(getattr(opened, "opened", None)), counts))
+    def __init__(self, adapters: AdapterOptions) -> None:
+        self.groups = added({"adapters": adapters.adapter_column is not None})
+
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        opened = None if reached.inputs is None else reached.inputs.opened
+        report.adapters = list(_uses(adapter_paths(opened), reached.counts))
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,28 +20,25 @@ from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.judging.truth import Mistakes
 from prefillcli.models.files import names_classifier, read_json, sample_model
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
+from prefillcli.rows.output import ANSWER
+from prefillcli.rows.output.columns import Probabilities, added
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.records import Prompt, RowBatch
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import (
-    LEAST_LOG,
-    Float64Array,
-    evaluate,
-    evaluate_labels,
-    log_losses,
-    log_shares_of,
-    mean_log_shares,
-)
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.evaluation import evaluate, evaluate_labels, log_losses
+from prefillcli.stats.labels import LEAST_LOG, label_probabilities, log_shares_of, mean_log_shares
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import PlanEngine
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.schema import OutputSchema
 
 SCHEMA_VERSION: Final = 1
 
@@ -66,7 +62,7 @@ class TemperatureScaling(_Frozen):
     temperature: Positive
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return softmax(log_shares / self.temperature)
+        return label_probabilities(log_shares, self.temperature)
 
 
 class PlattScaling(_Frozen):
@@ -80,7 +76,7 @@ class PlattScaling(_Frozen):
     biases: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return softmax(self.slope * log_shares + np.array(self.biases))
+        return label_probabilities(self.slope * log_shares + np.array(self.biases))
 
 
 class ContentFreeScaling(_Frozen):
@@ -93,7 +89,7 @@ class ContentFreeScaling(_Frozen):
     content_free: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return softmax(log_shares - np.array(self.content_free))
+        return label_probabilities(log_shares - np.array(self.content_free))
 
 
 class IsotonicSteps(_Frozen):
@@ -151,22 +147,21 @@ class FittedOn(_Frozen):
 
 
 class CalibrationUse(_Frozen):
-    """The calibration that a run's probabilities come from."""
+    """The calibration that the probabilities of a question come from."""
 
     method: str
-    question: str = ""  # the question that it is for, if there are several
     rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
     # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
 
-    def sentence(self) -> str:
-        """Its description in one line."""
+    def sentence(self, question: str) -> str:
+        """Its description in one line, with the name of its question if it has one."""
+        text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
+        text += f", of the question {question}" if question else ""
         if self.content_free is None:
-            text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
-            return f"{text}, of the question {self.question}" if self.question else text
+            return text
         shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
-        of = f", of the question {self.question}" if self.question else ""
-        return f"{self.method}{of}; without content: {shares}"
+        return f"{text}; without content: {shares}"
 
 
 class Calibration(_Frozen):
@@ -204,19 +199,13 @@ class Calibration(_Frozen):
         if isinstance(scaling, ContentFreeScaling):
             free = dict(zip(self.labels, np.exp(scaling.content_free).tolist(), strict=True))
         rows = fitted and fitted.rows
-        return CalibrationUse(method=scaling.method, question=self.question, rows=rows, content_free=free)
+        return CalibrationUse(method=scaling.method, rows=rows, content_free=free)
 
     def digest(self) -> str:
         """Return the digest of everything that changes the probabilities."""
         named = [self.question] if self.question else []
         text = json.dumps([list(self.labels), self.scaling.model_dump(mode="json"), *named], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def softmax(logits: Float64Array) -> Float64Array:
-    """Return probabilities that are proportional to exp(logits), float64 [..., labels]."""
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float64)
 
 
 def content_free_calibration(labels: Sequence[str], logprobs: Float64Array, question: str = "") -> Calibration:
@@ -232,22 +221,20 @@ Method = Literal["temperature", "platt", "isotonic"]
 METHODS: tuple[Method, ...] = ("temperature", "platt", "isotonic")
 _TEMPERATURES = (0.01, 100.0)
 
-IntArray = npt.NDArray[np.int64]
-
 
 def methods_for(labels: int) -> tuple[Method, ...]:
     """Return the methods that suit this number of labels."""
     return METHODS if labels == 2 else METHODS[:2]
 
 
-def fit_scaling(method: Method, log_shares: Float64Array, truth: IntArray) -> Scaling:
+def fit_scaling(method: Method, log_shares: Float64Array, truth: Int64Array) -> Scaling:
     """Fit a calibration to rows with `log_shares_of` [rows, labels], whose right labels are `truth` [rows]."""
     if method == "temperature":
         return fit_temperature(log_shares, truth)
     return fit_platt(log_shares, truth) if method == "platt" else fit_isotonic(log_shares, truth)
 
 
-def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureScaling:
+def fit_temperature(log_shares: Float64Array, truth: Int64Array) -> TemperatureScaling:
     """Fit the temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
     from scipy.special import logsumexp
@@ -263,7 +250,7 @@ def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureSca
     return TemperatureScaling(temperature=float(np.exp(found.x)))
 
 
-def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
+def fit_platt(log_shares: Float64Array, truth: Int64Array) -> PlattScaling:
     """Fit a slope of 0 or more and a bias for each label with the smallest log loss.
 
     The right answers are smoothed as in Platt (1999): of n rows with a label, each has it with probability (n + 1) /
@@ -282,7 +269,9 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 
     def loss(parameters: Float64Array) -> tuple[float, Float64Array]:
         logits = parameters[0] * shares + np.append(parameters[1:], 0.0)
-        gap = softmax(logits) - wanted  # the gradient of the loss by the logits, as the targets of a row add up to 1
+        gap = (
+            label_probabilities(logits) - wanted
+        )  # the gradient of the loss by the logits, as the targets of a row add up to 1
         gradient = np.concatenate([[(gap * shares).sum(axis=1).mean()], gap.mean(axis=0)[:-1]])
         return float(np.mean(logsumexp(logits, axis=1) - (wanted * logits).sum(axis=1))), gradient
 
@@ -292,7 +281,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
     return PlattScaling(slope=float(found.x[0]) / width, biases=(*found.x[1:].tolist(), 0.0))
 
 
-def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
+def fit_isotonic(log_shares: Float64Array, truth: Int64Array) -> IsotonicSteps:
     """Fit the probabilities that rise with the score and have the smallest squared error.
 
     None is nearer to 0 or 1 than 1 / (rows + 2): this many rows prove no more. Raises ValueError for other than two
@@ -313,7 +302,7 @@ def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
 
 def cross_validate(
     log_shares: Float64Array,
-    truth: IntArray,
+    truth: Int64Array,
     before: Float64Array,
     labels: Sequence[str],
     *,
@@ -344,7 +333,7 @@ def best_method(found: Mapping[str, HeldOut]) -> Method:
 
 
 def _held_out(
-    probabilities: Float64Array, truth: IntArray, labels: Sequence[str], held: Sequence[IntArray]
+    probabilities: Float64Array, truth: Int64Array, labels: Sequence[str], held: Sequence[Int64Array]
 ) -> HeldOut:
     said = probabilities[np.arange(len(truth)), truth]
     losses = [float(log_losses(said[rest], np.ones(len(rest), np.bool_)).mean()) for rest in held]
@@ -413,24 +402,24 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
     return calibration
 
 
-def check_calibration(settings: Any) -> None:
+def check_calibration(settings: JobSettings) -> None:
     """Raise UsageError, before a model is opened, where the labels and the file of `--calibration` certainly do not
     fit.
 
     A model with a classification head may bring its own labels.
     """
-    typed = [label.name for label in parse_labels(settings.labels, least=1)]
-    if settings.calibration is not None:
-        own = settings.head != "vocabulary" and not settings.labels_given and _may_classify(settings)
-        several = getattr(settings, "questions", None) is not None
-        read_calibration(settings.calibration, None if own or several else {"": typed})
+    typed = [label.name for label in parse_labels(settings.answers.labels, least=1)]
+    if settings.probabilities.calibration is not None:
+        own = settings.lm.head != "vocabulary" and not settings.answers.labels_given and _may_classify(settings)
+        several = settings.asking.questions is not None
+        read_calibration(settings.probabilities.calibration, None if own or several else {"": typed})
 
 
-def _may_classify(settings: Any) -> bool:
+def _may_classify(settings: JobSettings) -> bool:
     # Whether a model may have a classification head, as far as that is known before it is opened.
-    folder = Path(settings.model or sample_model()).expanduser()
-    if settings.head != "auto" or not folder.is_dir():
-        return settings.head != "auto" or not folder.exists()  # a name on the hub
+    folder = Path(settings.lm.model or sample_model()).expanduser()
+    if settings.lm.head != "auto" or not folder.is_dir():
+        return settings.lm.head != "auto" or not folder.exists()  # a name on the hub
     config = folder / "config.json"
     return config.is_file() and names_classifier(read_json(config))
 
@@ -461,35 +450,34 @@ def require_fitting(option: str, path: str, job: Mapping[str, str], fingerprint:
         )
 
 
-# Contextual calibration: the job's questions about meaningless text in place of the row's own.
+# Contextual calibration: the job's questions about meaningless text instead of the row's own.
 
 
 OPTION = "--calibrate-with"
 
 
-def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
-    """Return the prompts of each text of `--calibrate-with`, as of a row; none without any.
+def content_free_prompts(inputs: Inputs) -> list[Prompt]:
+    """Return the prompts of each text of `--calibrate-with`, as of a row.
 
     The text takes the place of the columns that hold text, among those that prompts are made of, or of those in
-    `--calibrate-columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
+    `calibrate_columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
     UsageError if that is not so, or if no prompt can be made.
     """
-    texts, builder, asked = settings.calibrate_with, inputs.builder, inputs.schema().asked
-    if not texts:
-        return []
+    settings, builder, asked = inputs.settings, inputs.builder, inputs.schema.asked
+    texts = settings.probabilities.calibrate_with
     used = {part: builder.of_part(part, inputs.labels)[0].columns for part in range(len(asked))}
     names = tuple(dict.fromkeys(name for own in used.values() for name in own))
-    what = "template" if inputs.settings.template is not None else "prompt"
-    for name in settings.calibrate_columns:
+    what = "template" if settings.prompts.template is not None else "prompt"
+    for name in settings.probabilities.calibrate_columns:
         if name not in names:
             listed = ", ".join(names) or "none"
-            raise UsageError(f"--calibrate-columns {name}: the {what} has no such column\nit has: {listed}")
+            raise UsageError(f"--set calibrate_columns={name}: the {what} has no such column\nit has: {listed}")
     columns = _first_rows(inputs, names)
-    content = set(settings.calibrate_columns or filter(lambda name: _is_content(columns[name]), names))
+    content = set(settings.probabilities.calibrate_columns or filter(lambda name: _is_content(columns[name]), names))
     for part, own in used.items():
         if content.isdisjoint(own):
             which = f"the prompt of the question {asked[part].name}" if asked[part].name else f"the {what}"
-            raise UsageError(f"{OPTION}: no column of {which} holds text\nname the content with --calibrate-columns")
+            raise UsageError(f"{OPTION}: no column of {which} holds text\nname it with --set calibrate_columns")
     fixed = {name: _one_value(name, columns[name]) for name in names if name not in content}
     batch = RowBatch(
         first_row=0,
@@ -512,7 +500,7 @@ def contextual_calibrations(inputs: Inputs, engine: PlanEngine, tick: Tick) -> l
     A question in several orders has the mean of their answers, as in a row. Raises PrefillError if one is not a
     number.
     """
-    schema = inputs.schema()
+    schema = inputs.schema
     requests = [Request(prompt) for prompt in inputs.common]
     too_long = max(request.size for request in requests)
     if too_long > engine.limits.max_tokens:
@@ -530,7 +518,7 @@ def contextual_calibrations(inputs: Inputs, engine: PlanEngine, tick: Tick) -> l
         content_free_calibration(
             own.labels, mean_log_shares([np.stack(parts[part]) for part in (number, *own.others)]), own.name
         )
-        for number, own in enumerate(schema.questions or (schema,))
+        for number, own in enumerate(schema.questions)
     ]
 
 
@@ -553,7 +541,7 @@ def _one_value(name: str, values: Sequence[Any]) -> Any:
         if _shown(value) != _shown(values[0]):
             raise UsageError(
                 f"{OPTION}: column {name} keeps its value, but it differs from row to row\n"
-                "only text that is the same in all rows may stay: name all other columns with --calibrate-columns"
+                "only text that is the same in all rows may stay: name the others with --set calibrate_columns"
             )
     return values[0] if values else None
 
@@ -570,26 +558,27 @@ class Calibrating(Judge):
     """The probabilities of a job: from a file, or from prompts without content. Raises UsageError for options that are
     wrong whatever the input holds."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added({"calibrated": True})
         self.calibrations: list[Calibration] = []
         check_calibration(settings)
 
-    def open(self, inputs: Inputs) -> None:
-        """Read the file, for labels that are known. Raises UsageError."""
-        schema = inputs.schema()
-        asked = {own.name: own for own in schema.questions or (schema,)}
-        inputs.calibrated = tuple(asked)
-        if self.settings.calibration is not None:
+    def open(self, schema: OutputSchema) -> Collection[str]:
+        """Read the file, for an output with this schema. Return the names of the questions that have calibrated
+        probabilities. Raises UsageError."""
+        asked = {own.name: own for own in schema.questions}
+        if self.settings.probabilities.calibration is not None:
             labels = {name: own.labels for name, own in asked.items()}
-            found = read_calibration(self.settings.calibration, labels)
+            found = read_calibration(self.settings.probabilities.calibration, labels)
             if "orders" in asked[found.question].groups:
                 raise UsageError(
                     f"--calibration: the question {found.question} is asked in both orders, and a mean of two answers "
                     f"is not calibrated\nleave it or swap out, or calibrate it with {OPTION}"
                 )
-            self._use([found], inputs)
-            inputs.calibrated = (found.question,)
+            self.calibrations = [found]
+            return (found.question,)
+        return tuple(asked)
 
     def identity(self) -> Mapping[str, str]:
         """Return its part of the job's fingerprint."""
@@ -599,33 +588,30 @@ class Calibrating(Judge):
         """Raise UsageError for a calibration of another job."""
         for each in self.calibrations:
             if each.fitted_on is not None:
-                require_fitting("--calibration", self.settings.calibration, each.fitted_on.job, fingerprint)
+                path = self.settings.probabilities.calibration or ""
+                require_fitting("--calibration", path, each.fitted_on.job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
-        if self.settings.calibration is not None:
+        if self.settings.probabilities.calibration is not None:
             return
-        inputs = scorer.inputs
-        if CONTENT_FREE in scorer.earlier:
-            found = [Calibration.model_validate(each) for each in scorer.earlier[CONTENT_FREE]]
+        plans = scorer.plans
+        if CONTENT_FREE in plans.plan:
+            self.calibrations = [Calibration.model_validate(each) for each in plans.plan[CONTENT_FREE]]
         else:
-            found = contextual_calibrations(inputs, scorer.pool, tick)
-        self._use(found, inputs)
-        scorer.plan = {**scorer.plan, CONTENT_FREE: [each.model_dump(mode="json") for each in found]}
+            self.calibrations = contextual_calibrations(scorer.inputs, scorer.pool, tick)
+        plans.save_plan({**plans.plan, CONTENT_FREE: [each.model_dump(mode="json") for each in self.calibrations]})
 
-    def _use(self, calibrations: list[Calibration], inputs: Inputs) -> None:
-        self.calibrations = calibrations
-        inputs.probabilities = {each.question: each.probabilities for each in calibrations}
+    @property
+    def probabilities(self) -> Mapping[str, Probabilities]:
+        """What makes the calibrated probabilities of the rows, by the name of the question."""
+        return {each.question: each.probabilities for each in self.calibrations}
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        uses = [each.use() for each in self.calibrations]
-        if self.settings.calibrate_with and any(each.question for each in uses):
-            run.report.calibrations = uses
-        else:
-            run.report.calibration = next(iter(uses), None)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        report.calibrations = {each.question or ANSWER: each.use() for each in self.calibrations}
 
 
 def section(report: RunReport) -> Section | None:
     """Return the section on the probabilities of a run; None where there are none."""
-    uses = report.calibrations or [each for each in (report.calibration,) if each is not None]
-    return Section(lines=[("probability", each.sentence()) for each in uses]) if uses else None
+    lines = [("probability", use.sentence(report.told_apart(name))) for name, use in report.calibrations.items()]
+    return Section(lines=lines) if lines else None

@@ -28,21 +28,25 @@ from pydantic import BaseModel
 from prefillcli.core.roles import Judge
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
+from prefillcli.options.settings import JobSettings
 from prefillcli.reading.exits.first import readings_of
-from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, visible
-from prefillcli.rows.records import Int64Array, Prompt
+from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, percent, percent_interval, visible
+from prefillcli.rows.records import Prompt
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import step
-from prefillcli.stats.evaluation import Float64Array, Interval, Measure, exact_interval
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.intervals import Interval, exact_interval
+from prefillcli.stats.labels import Measure, label_probabilities
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
-    from prefillcli.core.run import Run
+    from prefillcli.core.inputs import OpenRows
+    from prefillcli.core.run import Reached, Run
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.prompts.labels import Labels
     from prefillcli.reading.exits.exits import Exits
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.schema import OutputSchema
 
 CONFIDENCE: Final = 0.95
 _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution
@@ -147,7 +151,7 @@ class _Fold(NamedTuple):
         seen = np.isfinite(points).all(axis=1)
         found = np.tile(self.usual, (len(points), 1))
         if seen.any():
-            found[seen] = _softmax((points[seen] @ self.weights + self.bias) * self.scale)
+            found[seen] = label_probabilities((points[seen] @ self.weights + self.bias) * self.scale)
         return found
 
 
@@ -203,7 +207,7 @@ def _fold(points: Float64Array, target: Float64Array, truth: Float64Array, usual
         logits = np.log(np.maximum(usual, 1e-9))
         return _Fold(np.zeros((points.shape[1], labels)), logits, 1.0, usual)
     found = ridge(points, target)
-    errors = [float(np.mean((_softmax(found.held_out * scale) - truth) ** 2)) for scale in _SCALES]
+    errors = [float(np.mean((label_probabilities(found.held_out * scale) - truth) ** 2)) for scale in _SCALES]
     return _Fold(found.weights, found.bias, _SCALES[int(np.argmin(errors))], usual)
 
 
@@ -214,11 +218,6 @@ def _points(readings: Readings, own: bool) -> Float64Array:
         return np.asarray(values - values.mean(axis=1, keepdims=True))
     lengths = np.linalg.norm(values, axis=1, keepdims=True)
     return np.asarray(values / np.where(lengths > 0, lengths, 1))
-
-
-def _softmax(logits: Float64Array) -> Float64Array:
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 class LabelShare(BaseModel):
@@ -237,12 +236,7 @@ class LabelShare(BaseModel):
     @property
     def name(self) -> str:
         """The label, behind the question's name if it has one."""
-        return f"{_prefix(self.question)}{self.label}"
-
-
-def _prefix(question: str) -> str:
-    # What the columns of a question begin with.
-    return f"{question}." if question else ""
+        return ".".join(filter(None, (self.question, self.label)))
 
 
 class EstimateUse(BaseModel):
@@ -260,25 +254,14 @@ class EstimateUse(BaseModel):
     shares: list[LabelShare]
 
 
-def is_known(run: Run) -> bool:
-    """Return whether the job has its estimate."""
-    return PLAN in run.sink.plan
-
-
-def stored(run: Run) -> EstimateUse | None:
-    """Return the estimate of a job, from its plan."""
-    sink = getattr(run, "sink", None)
-    found = None if sink is None else sink.plan.get(PLAN)
-    return None if found is None else EstimateUse.model_validate(found)
-
-
 def _asked(run: Run) -> Sequence[Labels]:
     # The labels of each question; further prompts of a row ask the same ones in other orders.
-    return run.inputs.labels.asked[: len(run.inputs.schema().questions) or 1]
+    return run.inputs.labels.asked[: len(run.inputs.schema.questions)]
 
 
-def estimate(run: Run, exits: Exits | None) -> None:
-    """Make the estimate of a job whose output is finished, and keep it in the plan."""
+def estimate(run: Run, exits: Exits | None, scorer: ModelScorer | None) -> None:
+    """Make the estimate that `--estimate` asks for, of a job whose output is finished, and keep it in the plan. The
+    first models of the `exits` are those of the `scorer`; None: there are none."""
     drawn = run.inputs.source.selection().within(0, run.inputs.source.count())
     numbers, finals, seconds = _answers(run, drawn)
     if not len(numbers):
@@ -286,7 +269,7 @@ def estimate(run: Run, exits: Exits | None) -> None:
         return
     read = len(numbers)
     rows = max(round(run.inputs.source.count() * read / len(drawn)), read)
-    guesses = _guesses(run, exits, numbers, finals, drawn) if len(drawn) < run.inputs.source.count() else None
+    guesses = _guesses(run, exits, scorer, numbers, finals, drawn) if len(drawn) < run.inputs.source.count() else None
     rows = rows if guesses is None else read + guesses.others
     more = read * guesses.seconds / seconds if guesses is not None and seconds else 0.0
     shares = []
@@ -308,22 +291,19 @@ def estimate(run: Run, exits: Exits | None) -> None:
         guessed_by=cast("Any", ", ".join(sorted(kinds)) or None),
         shares=shares,
     )
-    run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
+    run.sink.save_plan(run.sink.plan | {PLAN: use.model_dump(mode="json")})
 
 
 def estimate_audited(run: Run) -> None:
     """Make the estimate of a job with exits, from its finished output."""
-    schema = run.inputs.schema()
-    if schema.measure is not Measure.SHARES or len(schema.labels) < 2:
-        return
     names = ("prediction", "exit_layer", "audit_prediction")
-    asked = [each for each in schema.asked if each.when is None]
-    columns = [f"{_prefix(each.name)}{name}" for each in asked for name in names]
-    table = pa.concat_tables(run.sink.tables([*columns, "error"]))
+    asked = [each for each in run.inputs.schema.questions if each.when is None and each.has_shares]
+    columns = [name for each in asked for name in (*each.told, *map(each.column, names[0 if not each.name else 1 :]))]
+    table = pa.concat_tables(run.sink.tables(list(dict.fromkeys([*columns, "error"]))))
     table = table.filter(pc.is_null(table["error"]))
     rows, shares, most = len(table), list[LabelShare](), np.zeros(3, np.int64)
     for each in asked:
-        said, layers, full = (table[f"{_prefix(each.name)}{name}"] for name in names)
+        said, layers, full = (each.with_answer(table)[each.column(name)] for name in names)
         left, audited = np.asarray(pc.is_valid(layers)), np.asarray(pc.is_valid(full))
         both = left & audited
         if not both.any():
@@ -341,7 +321,7 @@ def estimate_audited(run: Run) -> None:
     use = EstimateUse(
         rows=rows, read_rows=read, audited_rows=audits, guessed_rows=guessed, guessed_by="exits", shares=shares
     )
-    run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
+    run.sink.save_plan(run.sink.plan | {PLAN: use.model_dump(mode="json")})
 
 
 def label_share(question: str, label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
@@ -367,12 +347,10 @@ def label_share(question: str, label: str, hits: float, read: int, rows: int, fo
 def _answers(run: Run, drawn: Int64Array) -> tuple[Int64Array, list[Float64Array], float]:
     # The numbers of the scored rows, the label log-probabilities [rows, labels] of each question, and the seconds that
     # they took. The output has the drawn rows in their order.
-    asked = [[f"{_prefix(each.question.name)}logprob_{name}" for name in each.names] for each in _asked(run)]
-    table = pa.concat_tables(run.sink.tables([*(name for own in asked for name in own), "seconds", "error"]))
+    asked = run.inputs.schema.questions
+    table = pa.concat_tables(run.sink.tables([*(name for own in asked for name in own.logs), "seconds", "error"]))
     scored = np.array([code is None for code in table["error"].to_pylist()], np.bool_)
-    finals = [
-        np.stack([np.asarray(table[name].to_pylist(), np.float64) for name in own], axis=1)[scored] for own in asked
-    ]
+    finals = [own.logs_in(table)[scored] for own in asked]
     seconds = float(np.asarray(table["seconds"].to_pylist(), np.float64)[scored].sum())
     return drawn[scored], [np.maximum(final, _LEAST) for final in finals], seconds
 
@@ -386,7 +364,12 @@ class _Guesses:
 
 
 def _guesses(
-    run: Run, exits: Exits | None, numbers: Int64Array, finals: Sequence[Float64Array], drawn: Int64Array
+    run: Run,
+    exits: Exits | None,
+    scorer: ModelScorer | None,
+    numbers: Int64Array,
+    finals: Sequence[Float64Array],
+    drawn: Int64Array,
 ) -> _Guesses | None:
     # The guesses about all rows; None where nothing is cheaper than the model. First the rows with these numbers are
     # read, to which the guessers are fitted, then all that were not drawn.
@@ -396,19 +379,18 @@ def _guesses(
         # Of each question by each reader.
         nonlocal seconds
         begun = time.monotonic()
-        found = () if exits is None else exits.glance(run.scorer, prompts, run.tick)
+        found = () if exits is None or scorer is None else exits.glance(scorer, prompts, run.tick)
         seconds += time.monotonic() - begun
         places = [[at for at, prompt in enumerate(prompts) if prompt.part == part] for part in range(len(finals))]
         return [[readings_of([each[at] for at in own]) for each in found] for own in places]
 
-    again = run.reopen(run.settings.model_copy(update={"sample": None}))  # the job's own has the drawn rows alone
-    source, builder = again.source, again.new_builder()
+    source, builder = run.inputs.again(whole=True)  # the job's own source has the drawn rows alone
     try:
         own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, labels)[0]]
         if not (labelled := read(own))[0]:
             return None
         guessers = [fit_guesser(each, final) for each, final in zip(labelled, finals, strict=True)]
-        if not run.settings.quiet:
+        if not run.settings.run.quiet:
             log.info(f"--estimate: {counted(source.count() - len(drawn), 'row')} more, by --first alone")
         step("reading the other rows")
         totals, others = [np.zeros(final.shape[1]) for final in finals], 0
@@ -435,10 +417,10 @@ def section(report: RunReport) -> Section | None:
     found = Section(title="Estimate", lines=[("estimate", _shares(use)), ("estimate, cost", _cost(use))])
     table = [["answer", "share", "95 % interval", "rows that were read alone", "weight of guesses"]]
     for each in use.shares:
-        plain = f"{_percent(each.plain_share)} %, {_between(each.plain_interval)}"
-        table.append([each.name, f"{_percent(each.share)} %", _between(each.interval), plain, f"{each.weight:.2f}"])
+        plain = f"{percent(each.plain_share)}, {percent_interval(each.plain_interval)}"
+        table.append([each.name, percent(each.share), percent_interval(each.interval), plain, f"{each.weight:.2f}"])
     found.parts = [Part(table=table, note=NOTE)]
-    found.tiles = [(visible(each.name, line=True), f"{_percent(each.share)} %") for each in use.shares[:1]]
+    found.tiles = [(visible(each.name, line=True), percent(each.share)) for each in use.shares[:1]]
     for name, text, values in (
         ("estimate_share", "Share of the answer in the input.", [each.share for each in use.shares]),
         ("estimate_low", "Lower end of the 95 % interval.", [each.interval[0] for each in use.shares]),
@@ -458,7 +440,7 @@ NOTE = (
 def _shares(use: EstimateUse) -> str:
     order = sorted(use.shares, key=lambda each: -each.share)
     texts = [
-        f"{visible(each.name, line=True)} {_percent(each.share)} %, {_between(each.interval)}"
+        f"{visible(each.name, line=True)} {percent(each.share)}, {percent_interval(each.interval)}"
         for each in order[:_SHOWN]
     ]
     return "; ".join([*texts, *(["..."] if len(order) > _SHOWN else [])])
@@ -473,55 +455,42 @@ def _cost(use: EstimateUse) -> str:
         return text
     text += f"; the cheaper reading took {minutes_and_seconds(use.guess_seconds)} for all"
     first = use.shares[0]
-    plain = f"; without it the interval of {visible(first.name, line=True)} is {_between(first.plain_interval)}"
+    plain = (
+        f"; without it the interval of {visible(first.name, line=True)} is {percent_interval(first.plain_interval)}"
+    )
     if first.equal_cost_interval is None:
         return text + plain
-    return f"{text}{plain}, and with as many seconds of the model instead {_between(first.equal_cost_interval)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def _between(interval: Interval) -> str:
-    return f"{_percent(interval[0])}-{_percent(interval[1])} %"
+    return (
+        f"{text}{plain}, and with as many seconds of the model instead {percent_interval(first.equal_cost_interval)}"
+    )
 
 
 class Estimating(Judge):
-    """The estimate of a job, by the rows that it has read and the first models of its `exits`."""
+    """The estimate of a job, by the rows that it has read."""
 
-    def __init__(self, settings: Any, exits: Exits | None) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
-        self._exits = exits
 
-    def check(self, inputs: Inputs) -> None:
-        labels = inputs.labels
-        if self.settings.estimate is None:
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
+        if self.settings.estimate.estimate is None:
             return
-        if labels.measure is not Measure.SHARES or "openai" in inputs.groups:
+        if labels.measure is not Measure.SHARES or schema.lines is not None:
             raise UsageError(
                 "--estimate: it is about answers that all rows may have, in this program's own columns\n"
                 "leave it out, or ask with --labels or --questions"
             )
-        if any(each.when is not None for each in inputs.schema().questions):
+        if any(each.when is not None for each in schema.questions):
             raise UsageError("--estimate: whether a question with when is asked depends on others\nleave it out")
 
-    def finished(self, run: Run) -> None:
-        """Make the estimate that `--estimate` asks for, once all rows are written, while the models are still
-        loaded."""
-        if self.settings.estimate is not None:
-            with run.clock.phase("evaluate"):
-                estimate(run, self._exits)
+    def is_missing(self, run: Run) -> bool:
+        """Return whether `--estimate` asks for an estimate that the job does not have yet."""
+        return self.settings.estimate.estimate is not None and PLAN not in run.sink.plan
 
     def ended(self, run: Run) -> None:
-        if self.settings.estimate is None:
+        if self.settings.estimate.estimate is None:
             with run.clock.phase("evaluate"), run.stop.at_once():
                 estimate_audited(run)
-        elif not is_known(run):  # an earlier attempt ended after its last row
-            with run.scorer.loaded:
-                if self.settings.first:
-                    run.load_models()
-                self.finished(run)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.estimate = None if counts is None else stored(run)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        found = None if reached.sink is None else reached.sink.plan.get(PLAN)
+        report.estimate = None if found is None else EstimateUse.model_validate(found)

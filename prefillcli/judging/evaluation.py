@@ -6,12 +6,11 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, Field
@@ -20,6 +19,7 @@ from prefillcli.core.roles import Judge
 from prefillcli.core.windows import find_prompts
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.judging.truth import Mistakes, answer_number, as_number, is_blank, tell_answers
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels
@@ -33,25 +33,19 @@ from prefillcli.report.section import (
     Tick,
     counted,
     percent_interval,
+    percent_or_nothing,
     row_name,
     visible,
 )
+from prefillcli.rows.input.selection import BATCH_ROWS
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.columns import ROW_COLUMN
 from prefillcli.rows.output.target import Target
-from prefillcli.rows.records import (
-    BATCH_ROWS,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    id_texts,
-    json_texts,
-    to_python,
-)
+from prefillcli.rows.values import id_texts, json_texts, to_python
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from prefillcli.stats.evaluation import (
-    Estimate,
     Evaluation,
-    Measure,
     NumberFigures,
     ReliabilityBin,
     ThresholdFigures,
@@ -61,15 +55,17 @@ from prefillcli.stats.evaluation import (
     evaluate_labels,
     evaluate_ordered,
     evaluate_values,
-    label_probabilities,
     nearest,
     surest_wrong,
 )
+from prefillcli.stats.intervals import Estimate
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.inputs import Inputs, OpenRows
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.schema import OutputSchema
     from prefillcli.rows.output.target import Manifest
 
 
@@ -124,8 +120,6 @@ class RunEvaluation(Evaluation):
     threshold: float | None = None  # the threshold that those are near; None with more than two labels
 
 
-Mask = npt.NDArray[np.bool_]
-
 MOST_ROWS = 20  # rows of each kind that are named
 _MOST_VALUES = 20  # of the truth column, in the report
 _LONGEST_VALUE = 40  # characters
@@ -135,59 +129,47 @@ _HALF = 0.5  # where the prediction of two labels changes
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """The way to evaluate the scores of a job, or those of the answers to one of its questions."""
+    """The way to evaluate the answers to a question."""
 
+    own: AnswerColumns
     truth: str  # the kept column with the right answers
     labels: tuple[Label, ...]  # none where rows have their own choices
-    temperature: float
     wanted_precision: float | None
-    calibrated: bool  # whether the output has calibrated probabilities
-    # Whether log-probabilities do not determine each label's score. The output then has these scores, or those of the
-    # row's choices.
-    told: bool = False
-    values: bool = False  # whether its scores are values; those of the first label then rank the rows
-    numbers: tuple[float, ...] = ()  # what each label stands for, if they are ordered
     choices: str | None = None  # the kept column with the choices of each row
-    question: str = ""  # the name of one of several questions
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
         """Return the plan that `to_json` gave; None for anything else."""
         try:
             labels = tuple(Label(own, spelt and tuple(spelt), said) for own, spelt, said in content["labels"])
-            return cls(**content | {"labels": labels, "numbers": tuple(content["numbers"])})
+            return cls(**content | {"labels": labels, "own": AnswerColumns.of_json(content["own"])})
         except (KeyError, TypeError, ValueError):
             return None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"own": self.own.to_json()}
 
     @classmethod
-    def of(cls, settings: Any, labels: Labels, schema: OutputSchema, truth: str) -> EvaluationPlan:
-        """Return the plan for answers in columns of this schema. Raises UsageError for options that the labels do not
+    def of(cls, settings: JobSettings, labels: Labels, own: AnswerColumns, truth: str) -> EvaluationPlan:
+        """Return the plan for the answers in these columns. Raises UsageError for options that the labels do not
         allow."""
-        values, chosen = schema.measure is Measure.VALUES, schema.measure is Measure.CHOICES
-        if settings.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
+        values, chosen = own.measure is Measure.VALUES, own.measure is Measure.CHOICES
+        if settings.evaluation.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
             what = "each row has its own choices" if chosen else f"there are {len(labels.labels)}"
-            what += f" for question {schema.name}" if schema.name else ""
+            what += f" for question {own.name}" if own.name else ""
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
+            own,
             truth,
             () if chosen else labels.with_absence,
-            settings.temperature,
-            settings.wanted_precision,
-            "calibrated" in schema.groups,
-            "label_scores" in schema.groups or bool(schema.name),
-            values,
-            schema.values,
+            settings.evaluation.wanted_precision,
             labels.columns[0] if chosen else None,
-            schema.name,
         )
 
     @property
     def option(self) -> str:
         """The option that names its column, for messages."""
-        return f"--truth {self.question and self.question + '='}{self.truth}"
+        return f"--truth {self.own.name and self.own.name + '='}{self.truth}"
 
     @property
     def names(self) -> list[str]:
@@ -198,31 +180,28 @@ class EvaluationPlan:
         """Return the label of this number; of choices the number itself."""
         return self.labels[number].name if self.labels else str(number)
 
-    def column(self, name: str) -> str:
-        """Return the column of the output with this meaning."""
-        return f"{self.question}.{name}" if self.question else name
+    @property
+    def values(self) -> bool:
+        """Whether scores are values; those of the first label then rank the rows."""
+        return self.own.measure is Measure.VALUES
 
     @property
-    def by_label(self) -> list[str]:
-        """The columns with a number for each label; none where the score suffices, or rows have choices."""
-        if len(self.labels) < 3 or self.values:
-            return []
-        return [self.column(f"{'score' if self.told else 'logprob'}_{name}") for name in self.names]
+    def numbers(self) -> tuple[float, ...]:
+        """What each label stands for; none unless they are ordered."""
+        return self.own.values
 
     @property
-    def calibrations(self) -> list[str]:
-        """The columns with calibrated probabilities: of each label, or of the first of two."""
-        if not self.calibrated:
-            return []
-        several = len(self.labels) > 2
-        return [self.column(f"probability_{name}") for name in self.names] if several else [self.column("probability")]
+    def by_label(self) -> bool:
+        """Whether each label has a score of its own, and the first one's does not suffice."""
+        return len(self.labels) > 2 and not self.values
 
     @property
     def columns(self) -> list[str]:
         """All columns of the output that the evaluation reads."""
-        chosen = [self.choices, "scores", "logprobs"] if self.choices else []
-        ordered = [self.column("mean"), self.column("prediction")] if self.numbers else []
-        return [self.column("score"), self.truth, *self.by_label, *self.calibrations, *chosen, *ordered]
+        told = [*self.own.told, *self.own.calibrated]
+        if self.choices:
+            told = ["score", self.choices, "scores", "logprobs"]
+        return list(dict.fromkeys([self.truth, *told]))
 
     def number_of(self, answer: Any, choices: Any = None) -> int | None:
         """Return the number of the label, or of the row's choice, that a right answer stands for; None if it is
@@ -330,10 +309,10 @@ def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvalu
     """
     rows = [*evaluation.surest_wrong, *evaluation.near_threshold]
     named = {_name(row) for row in rows}
-    builder = inputs.new_builder()
+    source, builder = inputs.again()
     try:
-        id_column = inputs.settings.id_column
-        prompts = find_prompts(inputs.source, builder, inputs.labels, named=named, id_column=id_column, part=part)
+        id_column = inputs.settings.ids.id_column
+        prompts = find_prompts(source, builder, inputs.labels, named=named, id_column=id_column, part=part)
     finally:
         builder.close()
     decode = Encoder(inputs.opened.tokenizer).decode
@@ -372,7 +351,8 @@ def _no_label(plan: EvaluationPlan, mistakes: Mistakes) -> UsageError:
 def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
     others: dict[str, Any] = {"without_truth": pairs.without_truth, "errors": pairs.errors}
     if pairs.logprobs is not None:
-        return evaluate_choices(scores, pairs.truth, pairs.logprobs, divided=plan.told, **others)
+        divided = "label_scores" in plan.own.groups
+        return evaluate_choices(scores, pairs.truth, pairs.logprobs, divided=divided, **others)
     if scores.ndim == 2:
         return evaluate_labels(scores, pairs.truth, plan.names, **others)
     return (evaluate_values if plan.values else evaluate)(
@@ -471,8 +451,8 @@ def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
     """
     counts, rows = TruthCounts(), 0
     # A piece without rows, for outputs that have none: its arrays have the right number of dimensions.
-    width = (max(len(plan.by_label), 2),) if plan.by_label or plan.choices else ()
-    none, calibrated = np.empty((0, *width)), np.empty((0, *width)) if plan.calibrated else None
+    width = (max(len(plan.labels), 2),) if plan.by_label or plan.choices else ()
+    none, calibrated = np.empty((0, *width)), np.empty((0, *width)) if plan.own.calibrated else None
     numbers, logprobs = np.empty(0, np.int64), none if plan.choices else None
     pieces = [ScoredTruth(none, calibrated, numbers, numbers, 0, 0, counts, logprobs, np.empty((3, 0)))]
     for table in target.tables(plan.columns):
@@ -481,7 +461,7 @@ def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
     return ScoredTruth(
         scores=_joined([each.scores for each in pieces], 0.0),
         calibrated=_joined([each.calibrated for each in pieces if each.calibrated is not None], 0.0)
-        if plan.calibrated
+        if plan.own.calibrated
         else None,
         truth=np.concatenate([each.truth for each in pieces]),
         places=np.concatenate([each.places for each in pieces]),
@@ -499,29 +479,22 @@ def _of_piece(
     table: pa.Table, first: int, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
 ) -> ScoredTruth:
     # `first` is the place of its first row in the output. The values of the truth are counted.
-    scored = pc.is_valid(table[plan.column("score")]).to_numpy()
+    shares = np.empty((0, 0)) if plan.choices else plan.own.shares_in(table)
+    scored = pc.is_valid(table["score"]).to_numpy() if plan.choices else ~np.isnan(shares[:, 0])
     answers_of = _chosen if plan.choices else _labels_of
     numbers, values = answers_of(table, scored, plan, counts, json_text=json_text)
     known = scored & (numbers != _UNKNOWN)
-    if plan.choices:
-        scores = _padded(table["scores"], known, 0.0)
-    elif plan.by_label:
-        null = 0.0 if plan.told else -np.inf
-        scores = np.stack([_floats(table[name], known, null) for name in plan.by_label], axis=1)
-        scores = scores if plan.told else label_probabilities(scores, plan.temperature)
-    else:
-        scores = _floats(table[plan.column("score")], known)
-    calibrated = [_floats(table[name], known) for name in plan.calibrations]
+    of_labels = slice(None) if plan.by_label else 0  # of two labels the first suffices
     return ScoredTruth(
-        scores=scores,
-        calibrated=np.stack(calibrated, axis=1) if len(calibrated) > 1 else next(iter(calibrated), None),
+        scores=_padded(table["scores"], known, 0.0) if plan.choices else shares[known][:, of_labels],
+        calibrated=plan.own.calibrated_in(table)[known][:, of_labels] if plan.own.calibrated else None,
         truth=numbers[known],
         places=np.flatnonzero(known) + first,
         without_truth=int(scored.sum() - known.sum()),
         errors=len(table) - int(scored.sum()),
         found=counts,
         logprobs=_padded(table["logprobs"], known, math.nan) if plan.choices else None,
-        said=_said(table, values, scored & ~np.isnan(values), plan),
+        said=_said(shares, values, scored & ~np.isnan(values), plan.numbers),
     )
 
 
@@ -534,7 +507,7 @@ def _joined(pieces: Sequence[Float64Array], fill: float) -> Float64Array:
     return np.concatenate(wide)
 
 
-def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
+def _padded(column: pa.ChunkedArray, known: BoolArray, fill: float) -> Float64Array:
     # The lists of known rows as one array; `fill` pads the shorter ones.
     lists = column.combine_chunks().filter(pa.array(known))
     counts = np.asarray(pc.list_value_length(lists), np.int64)
@@ -543,14 +516,12 @@ def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
     return found
 
 
-def _said(table: pa.Table, values: Float64Array, known: Mask, plan: EvaluationPlan) -> Float64Array:
+def _said(shares: Float64Array, values: Float64Array, known: BoolArray, numbers: Sequence[float]) -> Float64Array:
     # The mean, the number of the likeliest label and the right number of known rows [3, rows].
-    if not plan.numbers:
+    if not numbers:
         return np.empty((3, 0))
-    numbers = dict(zip(plan.names, plan.numbers, strict=True))
-    labels = table[plan.column("prediction")].filter(pa.array(known)).to_pylist()
-    likeliest = np.array([numbers[label] for label in labels], np.float64)
-    return np.stack([_floats(table[plan.column("mean")], known), likeliest, values[known]])
+    stand_for, own = np.array(numbers), shares[known]
+    return np.stack([own @ stand_for, stand_for[own.argmax(axis=1)], values[known]])
 
 
 def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
@@ -560,7 +531,7 @@ def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
 
 
 def _chosen(
-    table: pa.Table, scored: Mask, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+    table: pa.Table, scored: BoolArray, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
 ) -> tuple[Int64Array, Float64Array]:
     # As `_labels_of`, the number of each row's right choice. Only values that are no choice are counted.
     lists = _values(table[plan.choices], json_text=json_text)
@@ -595,13 +566,8 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
     return found
 
 
-def _floats(column: pa.ChunkedArray, known: Mask, null: float = 0.0) -> Float64Array:
-    # The numbers of known rows; those of labels may come as JSON text. JSON has no infinity: it is null there.
-    return np.asarray(column.cast(pa.float64()).fill_null(null).to_numpy()[known], np.float64)
-
-
 def _labels_of(
-    table: pa.Table, scored: Mask, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+    table: pa.Table, scored: BoolArray, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
 ) -> tuple[Int64Array, Float64Array]:
     # The number of each row's right label, _UNKNOWN without one [rows], and the number that the right answer stands
     # for, NaN without one [rows]. The values of scored rows are counted.
@@ -727,11 +693,12 @@ _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.
 _DIAGONAL = "0,100 100,0"
 
 
-def _section_of(found: RunEvaluation, question: str = "") -> Section:
-    """Return the evaluation in terminal, page and summary: of all answers, or of those to one question."""
+def _section_of(found: RunEvaluation, question: str) -> Section:
+    """Return the evaluation of the answers to a question in terminal and page, with its name if it has one."""
     labels = [
-        [each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
-         _number(each.auc.value), _number(each.average_precision)]
+        [each.label, f"{each.rows:,}",
+         *(percent_or_nothing(of.value) for of in (each.precision, each.recall)),
+         *(_number(value) for value in (each.f1, each.auc.value, each.average_precision))]
         for each in found.by_label if each.rows
     ]  # fmt: skip
     header = ["label", "rows", "precision", "recall", "F1", "AUC", "average precision"]
@@ -754,7 +721,6 @@ def _section_of(found: RunEvaluation, question: str = "") -> Section:
                 text="" if found.near_threshold or found.brier.value is None else "No row is near.",
             ),
         ],
-        summary={} if question else {"evaluation": summary_of(found)},
     )
 
 
@@ -873,10 +839,6 @@ def _confusion(found: RunEvaluation) -> TableRows | None:
     return [header, *rows]
 
 
-def _percent(estimate: Estimate) -> str:
-    return "" if estimate.value is None else f"{estimate.value:.1%}"
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
@@ -887,13 +849,14 @@ PLAN = "evaluation"  # the key of a shard's plan for the plan of its evaluation,
 class Evaluating(Judge):
     """The evaluation of a job against right answers in columns of the input."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        choices = settings.choices.choices_column
+        self.carried = [*settings.truth_columns.values(), *([] if choices is None else [choices])]
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
-    def check(self, inputs: Inputs) -> None:
-        schema, labels = inputs.schema(), inputs.labels.asked
-        answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
+        answers = {own.name: (number, own) for number, own in enumerate(schema.questions)}
         for name, column in self.settings.truth_columns.items():
             if name not in answers:
                 raise UsageError(
@@ -901,39 +864,31 @@ class Evaluating(Judge):
                     f"there are {', '.join(answers)}"
                 )
             number, own = answers[name]
-            self._plans[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
+            self._plans[number] = EvaluationPlan.of(self.settings, labels.asked[number], own, column)
         for plan in self._plans.values():
-            require_labels(inputs.source, plan)
+            require_labels(rows.source, plan)
 
     def shard_plan(self) -> Mapping[str, Any]:
+        """Return what `merged` needs to know about a shard's job."""
         return {PLAN: [plan.to_json() for plan in self._plans.values()]}
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("evaluate"), run.stop.at_once():
             for number, plan in self._plans.items():
-                found = evaluate_output(run.sink.location, plan, self.settings.id_column)
-                found = with_texts(found, run.inputs, number) if self.settings.show_text else found
-                _report(run.report, plan.question, found)
+                found = evaluate_output(run.sink.location, plan, self.settings.ids.id_column)
+                found = with_texts(found, run.inputs, number) if self.settings.evaluation.show_text else found
+                run.report.evaluations[plan.own.key] = found
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         for content in manifest.plan.get(PLAN) or ():
             if (plan := EvaluationPlan.of_json(content)) is not None:
-                _report(report, plan.question, evaluate_output(output, plan, manifest.job.id_name))
-
-
-def _report(report: RunReport, question: str, found: RunEvaluation) -> None:
-    if question:
-        report.evaluations[question] = found
-    else:
-        report.evaluation = found
+                report.evaluations[plan.own.key] = evaluate_output(output, plan, manifest.job.id_name)
 
 
 def sections(report: RunReport) -> list[Section]:
     """Return the sections on the evaluation of a run, one for each question."""
-    if report.evaluation is not None:
-        return [_section_of(report.evaluation)]
-    found = [_section_of(own, name) for name, own in report.evaluations.items()]
+    found = [_section_of(own, report.told_apart(name)) for name, own in report.evaluations.items()]
     if found:
         found[0].summary = {"evaluations": {name: summary_of(own) for name, own in report.evaluations.items()}}
     return found

@@ -123,7 +123,7 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
 
 def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
     """Return the number of rows in each of the bins of equal width from 0 to 1, over all predictions."""
-    from prefillcli.rows.output.columns import SCORE_BINS
+    from prefillcli.rows.output.tallies import SCORE_BINS
 
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
 
@@ -180,17 +180,17 @@ def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:
 class Gates:
     """The gates of a run, or of a merge."""
 
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, options: GateOptions) -> None:
+        self.options = options
 
     def begin(self, report: RunReport) -> None:
         """Begin a run, whose report knows the path where it will replace that of an earlier run."""
-        if self.settings.max_drift is not None:
-            report.drift = earlier_scores(self.settings.drift_from, report.report)
+        if self.options.max_drift is not None:
+            report.drift = earlier_scores(self.options.drift_from, report.report)
 
     def judge(self, report: RunReport) -> list[str]:
         """Return sentences on how a finished output differs from the expected one; any makes the exit code 3."""
-        report.gates = list(judge(self.settings, report))
+        report.gates = list(judge(self.options, report))
         return [gate.text for gate in report.gates if not gate.passed]
 
 

@@ -12,17 +12,17 @@ from prefillcli.errors import counted
 from prefillcli.report.section import Section, three_digits
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.output.target import Manifest
 
 
 class LikelihoodJudge(Judge):
     """The likelihoods in the report of a job."""
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.likelihood = use_of(counts)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        report.likelihood = use_of(reached.counts)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:

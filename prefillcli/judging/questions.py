@@ -1,24 +1,25 @@
-"""The report of a run on several questions: those asked in both orders, the audit of each, and the correlation of
-their answers (Spearman's, between their scores)."""
+"""The report of a run on several questions: those asked in both orders, and the correlation of their answers
+(Spearman's, between their scores)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations, combinations_with_replacement
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.report.section import Part, Section, counted, percent_interval
-from prefillcli.rows.output.columns import Counts
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Target
-from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, correlation, share_estimate
+from prefillcli.stats.evaluation import correlation
+from prefillcli.stats.intervals import Estimate, share_estimate
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.target import Manifest
 
@@ -41,30 +42,9 @@ def orders_of(counts: Counts | None) -> list[OrderUse] | None:
     ] or None
 
 
-class AuditUse(BaseModel):
-    """The flips of a question's answers, of rows whose prompts were also read in full."""
-
-    question: str
-    audit: Audit
-
-
-def audits_of(counts: Counts | None) -> list[AuditUse] | None:
-    """Return the audit of each question, of an output with these counts; None: there is none."""
-    found = {} if counts is None else counts.audits
-    return [
-        AuditUse(
-            question=name,
-            audit=audit_of([(score, full, None) for score, full, *_ in rows], [flipped for _, _, flipped, _ in rows]),
-        )
-        for name, rows in found.items()
-    ] or None
-
-
-def _answers_section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
+def _orders_section(orders: list[OrderUse]) -> Section:
     """Return the section on these questions."""
     made = Section(title="Questions")
-    for audited in audits:
-        made.lines += [(f"{name} of {audited.question}", said) for name, said in audit_lines(audited.audit)]
     shares: dict[str, float] = {}
     for each in orders:
         value, interval = each.share.value, each.share.interval
@@ -86,18 +66,16 @@ class Correlations(BaseModel):
     spearman: list[list[float | None]]  # None where these are too few, or all the same
 
 
-def correlations_of(output: str, questions: Sequence[str]) -> Correlations:
+def correlations_of(output: str, questions: Sequence[AnswerColumns]) -> Correlations:
     """Return the correlations of a finished output with these questions. Raises what pyarrow raises, or ValueError, if
     it is damaged."""
-    names = [f"{name}.score" for name in questions]
-    pieces = [np.empty((len(names), 0))]
-    for table in Target.parse(output).tables(names):
-        # a score is a text in JSON Lines, and null becomes NaN
-        pieces.append(np.stack([table[name].cast(pa.float64()).to_numpy() for name in names]))
+    pieces = [np.empty((len(questions), 0))]
+    for table in Target.parse(output).tables([name for own in questions for name in own.told]):
+        pieces.append(np.stack([own.shares_in(table)[:, 0] for own in questions]))
     scores = np.concatenate(pieces, axis=1)
-    most = range(len(names))
+    most = range(len(questions))
     found = Correlations(
-        questions=list(questions),
+        questions=[own.name for own in questions],
         rows=[[0 for _ in most] for _ in most],
         spearman=[[None for _ in most] for _ in most],
     )
@@ -127,37 +105,31 @@ def _correlation_section(found: Correlations) -> Section:
     return made
 
 
-CORRELATIONS = "correlations"  # in the plan of a shard
-
-
 class QuestionJudge(Judge):
     """Judges how the answers to several questions correlate, and how often their order decided."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def shard_plan(self) -> Mapping[str, Any]:
-        return {CORRELATIONS: self._names}
+    def __init__(self, asked: Sequence[AnswerColumns]) -> None:
+        self._asked = asked
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("evaluate"), run.stop.at_once():
-            _correlate(run.report, run.sink.location, self._names)
+            _correlate(run.report, run.sink.location, self._asked)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        run.report.orders, run.report.audits = orders_of(counts), audits_of(counts)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        report.orders = orders_of(reached.counts)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        report.orders, report.audits = orders_of(manifest.counts), audits_of(manifest.counts)
-        _correlate(report, output, manifest.plan.get(CORRELATIONS) or ())
+        report.orders = orders_of(manifest.counts)
+        _correlate(report, output, manifest.job.answers)
 
 
-def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
-    if len(names) > 1:
-        report.correlations = correlations_of(output, names)
+def _correlate(report: RunReport, output: str, asked: Sequence[AnswerColumns]) -> None:
+    if len(asked) > 1:
+        report.correlations = correlations_of(output, asked)
 
 
 def sections(report: RunReport) -> list[Section]:
     """Return the sections on several questions; none where there is one."""
-    found = [_answers_section(report.orders or [], report.audits or [])] if report.orders or report.audits else []
+    found = [_orders_section(report.orders)] if report.orders else []
     return found if report.correlations is None else [*found, _correlation_section(report.correlations)]

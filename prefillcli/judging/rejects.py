@@ -15,11 +15,13 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import FILE_ENDINGS, format_of
-from prefillcli.rows.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store
 from prefillcli.rows.output.target import open_format
-from prefillcli.rows.records import Int64Array, is_error
+from prefillcli.rows.records import is_error
+from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
@@ -111,14 +113,14 @@ def is_rejects(path: str, start: bytes) -> bool:
 class Rejects(Judge):
     """The error rows of a job, in a file beside the scores."""
 
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def check_source(self, source: Source) -> None:
         """Raise UsageError unless error rows can be written, with all columns of the input."""
-        check_rejects(self.settings.rejects, source)
+        check_rejects(self.path, source)
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("write"), run.stop.at_once():
-            write_rejects(self.settings.rejects, run.inputs.source, run.sink)
-        run.report.rejects = self.settings.rejects
+            write_rejects(self.path, run.inputs.source, run.sink)
+        run.report.rejects = self.path

@@ -6,7 +6,7 @@ import codecs
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,34 +16,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted
 from prefillcli.judging.calibration import require_fitting
-from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, is_blank, reason, shown_column
+from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, is_blank, reason
 from prefillcli.options.groups import split_names
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.questions import Question
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
-from prefillcli.rows.output.answers import LOGPROB, PROBABILITIES, AnswerColumns
-from prefillcli.rows.output.columns import (
-    ROW_COLUMN,
-    OutputSchema,
-    kinds_of,
-    type_for,
-    typed_column,
-)
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.columns import ROW_COLUMN, added
+from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
 from prefillcli.rows.output.target import Target, open_format
 from prefillcli.rows.proof import hash_value
-from prefillcli.rows.records import Float64Array
 from prefillcli.runtime import log
 from prefillcli.stats.acceptance import RISK, Acceptance
-from prefillcli.stats.evaluation import BoolArray, label_probabilities
+from prefillcli.stats.arrays import BoolArray
 
 if TYPE_CHECKING:
-    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.inputs import OpenRows
     from prefillcli.core.run import Run
+    from prefillcli.prompts.labels import Labels
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.schema import OutputSchema
 
 Value = bool | int | str
 """An answer: the name of a label or an option, true or false, or the number of a level."""
@@ -154,7 +151,7 @@ def floors_of(floors: Floors, answers: Mapping[str, Sequence[Value]]) -> dict[st
     return found
 
 
-def _answers(own: OutputSchema) -> Sequence[Value]:
+def _answers(own: AnswerColumns) -> Sequence[Value]:
     return (True, False) if own.type == "predicate" else own.labels
 
 
@@ -170,31 +167,35 @@ class ReviewUse(BaseModel):
 class Reviewing(Judge):
     """Names the answers in doubt. Raises UsageError for floors or a path that are wrong whatever the input holds."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings, floors: str) -> None:
         self.settings = settings
-        self._told = False
-        self._floors, self._job = read_floors(settings.review_below)
-        if settings.review is not None and (format_of(settings.review) is None or settings.review.endswith("/")):
-            raise UsageError(f"unknown ending of {FILE_OPTION} {settings.review}\nuse {', '.join(FILE_ENDINGS)}")
+        self.groups = added({"review": True})
+        self._told, self._given = False, floors
+        self._floors, self._job = read_floors(floors)
+        file = settings.review.review
+        if file is not None and (format_of(file) is None or file.endswith("/")):
+            raise UsageError(f"unknown ending of {FILE_OPTION} {file}\nuse {', '.join(FILE_ENDINGS)}")
 
-    def check(self, inputs: Inputs) -> None:
-        schema = inputs.schema()
-        inputs.floors = floors_of(
-            self._floors, {own.name or ANSWER: _answers(own) for own in schema.questions or (schema,)}
-        )
-        if self.settings.review is not None:
-            self._tell(inputs)
-            own = {name for each in _reviewed(inputs) for name in each.names}
-            for name in inputs.carried:
+    def floors(self, schema: OutputSchema) -> Mapping[str, tuple[float | None, ...]]:
+        """Return the floors of the labels of each question, below which answers are reviewed. Raises UsageError."""
+        return floors_of(self._floors, {own.key: _answers(own) for own in schema.questions})
+
+    def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
+        self.floors(schema)
+        if self.settings.review.review is not None:
+            self._tell(rows)
+            own = {name for each in _reviewed(labels, schema) for name in each.names}
+            for name in rows.carried:
                 if name in own:
                     raise UsageError(f"{FILE_OPTION}: its file has a column {name} already\nrename it in the input")
 
-    def _tell(self, inputs: Inputs) -> None:
+    def _tell(self, rows: OpenRows) -> None:
         # Warn once of a file that has no texts to read.
-        if not self._told and not set(inputs.carried) - {self.settings.id_column, *inputs.source.partition_keys}:
+        if not self._told and not set(rows.carried) - {self.settings.ids.id_column, *rows.source.partition_keys}:
             self._told = True
             log.warning(
-                f"{FILE_OPTION} {self.settings.review}: it will not have what the rows are about, only their ids\n"
+                f"{FILE_OPTION} {self.settings.review.review}: it will not have what the rows are about, only their "
+                "ids\n"
                 "name the columns that a person reads with --keep-columns"
             )
 
@@ -207,10 +208,10 @@ class Reviewing(Judge):
     def require_fitting(self, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for floors of another job."""
         if self._job is not None:
-            require_fitting(OPTION, self.settings.review_below, self._job, fingerprint)
+            require_fitting(OPTION, self._given, self._job, fingerprint)
 
     def ended(self, run: Run) -> None:
-        path = self.settings.review
+        path = self.settings.review.review
         with run.clock.phase("write"), run.stop.at_once():
             rows, questions, unanswered = 0, Counter[str](), 0
             for table in run.sink.tables([COLUMN, "error"]):
@@ -219,8 +220,8 @@ class Reviewing(Judge):
                 rows += pc.sum(pc.greater(pc.list_value_length(doubt), 0)).as_py() or 0
                 unanswered += len(table) - table["error"].null_count
             if path is not None:
-                folders = run.inputs.source.partition_keys if self.settings.partition else ()
-                write_review(path, run.sink, _reviewed(run.inputs), folders)
+                folders = run.inputs.source.partition_keys if self.settings.files.partition else ()
+                write_review(path, run.sink, _reviewed(run.inputs.labels, run.inputs.schema), folders)
         run.report.review = ReviewUse(
             rows=rows, questions=dict(sorted(questions.items())), file=path, unanswered=unanswered
         )
@@ -231,33 +232,19 @@ class _Reviewed:
     """A question in a review file: what is asked, the answer in words and how sure it is, and an empty column for the
     right one."""
 
-    own: OutputSchema
+    own: AnswerColumns
     asked: str
-    temperature: float
-
-    @property
-    def name(self) -> str:
-        return self.own.name or ANSWER
 
     @property
     def names(self) -> list[str]:
         """Its columns."""
-        name, shown = self.name, shown_column(AnswerColumns(self.own.name, self.own.type, self.own.labels))
-        return [f"{name}.question", shown, f"{name}.sure", f"{name}.{RIGHT}"]
-
-    @property
-    def told(self) -> list[str]:
-        """The columns of the output that tell the probabilities of its answers."""
-        own = self.own
-        if own.name:
-            return [own.name if own.type == "predicate" else f"{own.name}.{PROBABILITIES}"]
-        kind = "score_" if "label_scores" in own.groups else LOGPROB
-        return ["score", *(kind + label for label in own.labels if len(own.labels) > 2)]
+        key = self.own.key
+        return [f"{key}.question", self.own.column(""), f"{key}.sure", f"{key}.{RIGHT}"]
 
     def columns(self, rows: pa.Table) -> tuple[list[pa.Array], list[str | None]]:
         """Return the values of its columns for rows of the output, and why a person should look at the answer of
         each: None where nobody needs to."""
-        shares = self._shares(rows)
+        shares = self.own.shares_in(rows)
         known = ~np.isnan(shares).any(axis=1)
         best = np.where(known, np.nan_to_num(shares).argmax(axis=1), 0)
         words = pa.array(np.array(self.own.labels, object)[best], pa.string(), mask=~known)
@@ -266,37 +253,19 @@ class _Reviewed:
         asked = pa.array([self.asked] * len(rows), pa.string())
         doubts = rows[COLUMN].to_pylist()
         whys = [
-            self._why(self.own.floors[at]) if self.name in (doubt or ()) else None
+            self._why(self.own.floors[at]) if self.own.key in (doubt or ()) else None
             for doubt, at in zip(doubts, best.tolist(), strict=True)
         ]
         return [asked, words, sure, pa.nulls(len(rows), pa.string())], whys
 
-    def _shares(self, rows: pa.Table) -> Float64Array:
-        # The probability of each answer [rows, answers]; NaN for rows without them.
-        own, (first, *others) = self.own, [rows[name] for name in self.told]
-        if own.name:
-            return AnswerColumns(own.name, own.type, own.labels).shares(first.to_pylist())
-        score = first.cast(pa.float64()).to_numpy()
-        if not others:
-            return np.stack([score, 1 - score], axis=1)
-        if "label_scores" in own.groups:
-            return np.stack([each.cast(pa.float64()).to_numpy() for each in others], axis=1)
-        # JSON has no infinity: it is null there
-        logprobs = [each.cast(pa.float64()).fill_null(-np.inf).to_numpy() for each in others]
-        shares = np.full((len(rows), len(others)), np.nan)
-        known = ~np.isnan(score)
-        shares[known] = label_probabilities(np.stack(logprobs, axis=1)[known], self.temperature)
-        return shares
-
     def _why(self, floor: float | None) -> str:
-        return reason(self.name, "no floor is proven" if floor is None else f"below {floor:g}")
+        return reason(self.own.key, "no floor is proven" if floor is None else f"below {floor:g}")
 
 
-def _reviewed(inputs: Inputs) -> list[_Reviewed]:
+def _reviewed(labels: Labels, schema: OutputSchema) -> list[_Reviewed]:
     # The questions of a job, as a review file has them.
-    schema = inputs.schema()
-    pairs = zip(schema.questions or (schema,), inputs.labels.asked, strict=False)
-    return [_Reviewed(own, _asked(labels.question), inputs.settings.temperature) for own, labels in pairs]
+    pairs = zip(schema.questions, labels.asked, strict=False)
+    return [_Reviewed(own, _asked(each.question)) for own, each in pairs]
 
 
 def _asked(question: Question) -> str:
@@ -322,7 +291,7 @@ def write_review(path: str, sink: Sink, questions: Sequence[_Reviewed], folders:
         *([ROW_COLUMN] if schema.id_name is None else []),
         *sorted(kept, key=lambda name: name != schema.id_name),
     ]
-    told = [name for each in questions for name in each.told]
+    told = [name for each in questions for name in each.own.told]
     names = list(dict.fromkeys([*carried, *told, COLUMN, *_ERRORS]))
 
     def to_look_at() -> Iterator[pa.Table]:

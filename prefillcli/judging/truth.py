@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from prefillcli.errors import UsageError, counted, did_you_mean
-from prefillcli.options.judging import CalibrateSettings, truths_by_question
+from prefillcli.options.judging import LabelledOptions, truths_by_question
 from prefillcli.prompts.labels import label_of, plain_form
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import visible
@@ -179,46 +179,39 @@ class FoundTruth:
 
 
 def find_truth(
-    settings: CalibrateSettings, asked: Mapping[str, AnswerColumns], available: Sequence[str], job: Job | None
+    given: LabelledOptions, asked: Mapping[str, AnswerColumns], available: Sequence[str], job: Job | None
 ) -> FoundTruth:
     """Return the right answers to the `asked` questions of an output with the `available` columns: those of the
     columns that the settings name, or of all columns for them in a review file.
 
     Raises UsageError where they cannot be found.
     """
-    if settings.truth_from is not None:
-        return _of_file(settings, Source.open([settings.truth_from]), asked, available, job)
-    named = _named(settings, asked, available)
+    if given.truth_from is not None:
+        return _of_file(given, Source.open([given.truth_from]), asked, available, job)
+    named = _named(given, asked, available)
     for truth in named.values():
-        if truth in (shown_column(own) for own in asked.values()):
+        if truth in (own.column("") for own in asked.values()):
             raise UsageError(
-                f"--truth {truth}: in {settings.scores} this column has the answers of the model\n"
+                f"--truth {truth}: in {given.scores} this column has the answers of the model\n"
                 "name the column with the right ones, or their file with --truth-from"
             )
         if truth not in available:
             raise UsageError(
-                f"{settings.scores}: no column {truth!r}{did_you_mean(truth, available)}\nscore with --truth {truth}, "
+                f"{given.scores}: no column {truth!r}{did_you_mean(truth, available)}\nscore with --truth {truth}, "
                 "which keeps it, or name the file that has it with --truth-from"
             )
     return FoundTruth({name: RightAnswers(truth, truth) for name, truth in named.items()})
 
 
-def shown_column(own: AnswerColumns) -> str:
-    """Return the column of an output, and of a review file, that has the answer itself."""
-    return own.name or "prediction"
-
-
-def _named(
-    settings: CalibrateSettings, asked: Mapping[str, AnswerColumns], available: Sequence[str]
-) -> dict[str, str]:
+def _named(given: LabelledOptions, asked: Mapping[str, AnswerColumns], available: Sequence[str]) -> dict[str, str]:
     # The columns with right answers, of the available ones, by question. The only question needs no name.
-    truth = settings.truth or ""
-    if settings.question or (len(asked) == 1 and ("=" not in truth or truth in available)):
-        return {settings.question or next(iter(asked)): truth}
+    truth = given.truth or ""
+    if given.question or (len(asked) == 1 and ("=" not in truth or truth in available)):
+        return {given.question or next(iter(asked)): truth}
     named = truths_by_question(truth)
     for name in named:
         if name not in asked:
-            raise no_question(settings.scores, name, asked)
+            raise no_question(given.scores, name, asked)
     return named
 
 
@@ -232,32 +225,32 @@ def no_question(path: str, name: str, asked: Iterable[str]) -> UsageError:
 
 
 def _of_file(
-    settings: CalibrateSettings,
+    given: LabelledOptions,
     source: Source,
     asked: Mapping[str, AnswerColumns],
     available: Sequence[str],
     job: Job | None,
 ) -> FoundTruth:
-    columns, other = source.available, settings.truth_from
+    columns, other = source.available, given.truth_from
     reviewed = {name: f"{name}.{RIGHT}" for name in asked if f"{name}.{RIGHT}" in columns and REVIEW in columns}
-    named = _named_in(settings, columns, asked, reviewed)
+    named = _named_in(given, columns, asked, reviewed)
     own_id = columns[0] if reviewed and columns[0] in available else ROW_COLUMN
-    key = settings.id_column or (own_id if job is None else job.id_name) or ROW_COLUMN
+    key = given.id_column or (own_id if job is None else job.id_name) or ROW_COLUMN
     if key not in available:
         raise UsageError(
-            f"{settings.scores}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
+            f"{given.scores}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
         )
-    confirmed = reviewed if settings.review_blank == "confirmed" else ()
-    shown = {name: shown_column(asked[name]) for name in named if name in confirmed}
-    by_place = key == ROW_COLUMN and settings.id_column is None and not reviewed
+    confirmed = reviewed if given.review_blank == "confirmed" else ()
+    shown = {name: asked[name].column("") for name in named if name in confirmed}
+    by_place = key == ROW_COLUMN and given.id_column is None and not reviewed
     answers = _read(source, "" if by_place else key, named, shown, f"--truth-from {other}: {key}")
-    found, unknown = _by_row(settings, key, answers)
+    found, unknown = _by_row(given, key, answers)
     told = {}
     for name, truth in named.items():
         own = {id_: each[name] for id_, each in found.items() if name in each}
         blank = sum(name not in each for each in answers.values()) if name in reviewed else 0
         told[name] = RightAnswers(truth, key, own, blank)
-    if reviewed and settings.truth is None:
+    if reviewed and given.truth is None:
         told = {name: own for name, own in told.items() if own.found}
         if not told:
             raise UsageError(
@@ -268,22 +261,22 @@ def _of_file(
 
 
 def _named_in(
-    settings: CalibrateSettings,
+    given: LabelledOptions,
     columns: Sequence[str],
     asked: Mapping[str, AnswerColumns],
     reviewed: Mapping[str, str],
 ) -> Mapping[str, str]:
     # The columns with right answers of a file with these columns, by question; of a review file they are `reviewed`.
-    other = settings.truth_from
-    if settings.review_blank == "confirmed" and not reviewed:
+    other = given.truth_from
+    if given.review_blank == "confirmed" and not reviewed:
         raise UsageError(f"--review-blank confirmed: {other} is not a file of prefill score --review\nleave it out")
-    if settings.truth is None:
+    if given.truth is None:
         if not reviewed:
             raise UsageError(f"no --truth given: name the column of {other} with the right answers")
-        return {name: own for name, own in reviewed.items() if settings.question in ("", name)}
-    named = _named(settings, asked, columns)
+        return {name: own for name, own in reviewed.items() if given.question in ("", name)}
+    named = _named(given, asked, columns)
     for name, truth in named.items():
-        if name in reviewed and truth == shown_column(asked[name]):
+        if name in reviewed and truth == asked[name].column(""):
             raise UsageError(
                 f"--truth {truth}: in {other} this column has the answers that were shown, and {reviewed[name]} the "
                 "right ones\nleave --truth out"
@@ -322,12 +315,12 @@ def _read(
     return answers
 
 
-def tell_blank(settings: CalibrateSettings, right: RightAnswers, rows: int, agreed: int) -> None:
+def tell_blank(given: LabelledOptions, right: RightAnswers, rows: int, agreed: int) -> None:
     """Warn where none of the rows with a right answer `agreed` with the model, in a review file with blank ones:
     somebody may have written only what was wrong."""
     if right.blank and rows and not agreed:
         log.warning(
-            f"{settings.truth_from}: all {counted(rows, 'right answer')} in {right.truth} differ from the model's, "
+            f"{given.truth_from}: all {counted(rows, 'right answer')} in {right.truth} differ from the model's, "
             f"and {right.blank:,} are blank, which counts as not looked at\n"
             "if blank ones mean that the answer shown was seen and is right, give --review-blank confirmed"
         )
@@ -344,14 +337,12 @@ def reason(name: str, why: str) -> str:
 
 
 def _by_row(
-    settings: CalibrateSettings, key: str, answers: Mapping[str, dict[str, Any]]
+    given: LabelledOptions, key: str, answers: Mapping[str, dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], Mistakes | None]:
     # What is known of each row of the scores, by its own id, and the ids that are of no row. An id that a spreadsheet
     # has changed is that of the only row, of those without the very same one, that it may come from.
     rows = {
-        _key(id_): None
-        for batch in Source.open([settings.scores], columns=[key]).batches()
-        for id_ in batch.columns[key]
+        _key(id_): None for batch in Source.open([given.scores], columns=[key]).batches() for id_ in batch.columns[key]
     }
     found = {id_: own for id_, own in answers.items() if id_ in rows}
     left = [id_ for id_ in answers if id_ not in rows]
@@ -372,14 +363,14 @@ def _by_row(
     unknown = Mistakes.of(dict.fromkeys(strange, 1), free, alike=_ALIKE_IDS)
     if unknown is None or not free:  # all rows have one: a file about more of them
         return found, None
-    what = f"--truth-from {settings.truth_from}"
+    what = f"--truth-from {given.truth_from}"
     if not found:
         raise UsageError(
-            f"{what}: none of its {counted(unknown.rows, 'id')} is one of {settings.scores}: {unknown.text}\n"
+            f"{what}: none of its {counted(unknown.rows, 'id')} is one of {given.scores}: {unknown.text}\n"
             "name the column with the ids with --id-column, or give the scores of these rows"
         )
     log.warning(
-        f"{what}: {counted(unknown.rows, 'id')} of no row of {settings.scores}, left out: {unknown.text}\n"
+        f"{what}: {counted(unknown.rows, 'id')} of no row of {given.scores}, left out: {unknown.text}\n"
         f"correct them: they should be as in its column {key}"
     )
     return found, unknown

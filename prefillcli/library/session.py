@@ -19,9 +19,11 @@ import pyarrow as pa
 
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings
+from prefillcli.options.keywords import FileOptions, ScoreOptions, ScorerOptions, StrPath
+from prefillcli.options.load import lists_options, scorer_settings
+from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.records import DEFAULT_COLUMN, SKIPPED_CODES
+from prefillcli.rows.records import SKIPPED_CODES
 from prefillcli.runtime.cores import left_as_found
 from prefillcli.runtime.extras import without_fetched_code
 from prefillcli.runtime.signals import OwnThread
@@ -327,7 +329,7 @@ def score(
     with _a_text_is_a_path(given):
         settings = _settings_for(given, model, others, of_files)
         if isinstance(given, tuple):
-            Source.open(settings.inputs, **settings.csv)
+            Source.open(settings.input.inputs, **settings.input.csv)
     with Scorer(model, **others) as scorer:
         return scorer._score(given, progress, on_error, of_files)
 
@@ -386,7 +388,7 @@ def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
     # Loads the models, in the thread that calls it.
     from prefillcli.scoring.runners.worker import memory_share
 
-    share = memory_share(settings.device)
+    share = memory_share(settings.lm.device)
 
     def load(stopped: Event) -> TableScorer:
         from prefillcli.library.table_scoring import TableScorer  # takes torch along

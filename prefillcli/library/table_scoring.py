@@ -6,27 +6,38 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Self, cast
 
 import pyarrow as pa
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.core.scorer import ModelScorer
+from prefillcli.core.scorer import ModelScorer, PlansInMemory, save_plan_of
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
-from prefillcli.prompts.builder import USUAL_COLUMNS, PromptBuilder
+from prefillcli.prompts.settings import USUAL_COLUMNS
 from prefillcli.rows.input.source import TableRows
-from prefillcli.rows.output.columns import ResultRows, kinds_of
+from prefillcli.rows.output.columns import ResultRows
 from prefillcli.rows.output.parts import make_rows
+from prefillcli.rows.output.schema import kinds_of
 from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
+from prefillcli.scoring.compose import Parts, compose
 from prefillcli.scoring.loading import open_models
 from prefillcli.scoring.loop import Finished
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import (
+    answers_of,
+    open_rows,
+    require_uses,
+    rows_of,
+    tell_way,
+    use_models,
+    with_common_prompts,
+)
 from prefillcli.scoring.recorder import FirstWindow
 from prefillcli.scoring.scorer import load_here, make_scorer, score
 
@@ -45,17 +56,19 @@ class TableScorer:
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
-        self._opening = Opening(settings, (settings.id_column, *settings.keep_columns))
-        self._opening.compose()
-        self._inputs = self._opening.inputs
-        self._inputs.source = cast("Source", TableRows(pa.table({})))
-        self._opening.use_models(open_models(settings))
-        self._inputs.make_builder(()).close()  # a wrong template costs no load
-        self._scorer = make_scorer(self._inputs, self._opening.parts)
-        load_here(self._scorer, share=share)
-        labels, tokenizer = self._inputs.labels, self._inputs.opened.tokenizer
-        self._first_window = FirstWindow(labels, tokenizer, settings.temperature)
-        self._usual: frozenset[str] = frozenset()  # usual columns of prompts, of the rows that the builder is for
+        self._parts = compose(settings)
+        rows = rows_of(settings, self._parts, cast("Source", TableRows(pa.table({}))))
+        opened = open_models(settings)
+        labels, schema = answers_of(rows, self._parts, opened)
+        builder = rows.make_builder(opened, labels, ())
+        builder.close()  # a wrong template costs no load
+        self._inputs = Inputs(rows, opened, labels, schema, builder)
+        self._plans = PlansInMemory()
+        self._models = load_here(opened, settings, labels, self._plans, share=share)
+        save_plan_of(self._models, self._plans)
+        self._first_window = FirstWindow(labels, opened.tokenizer, settings.answers.temperature)
+        self._usual: frozenset[str] | None = None  # columns of prompts, of the rows that the builder is for
+        self._told = ""  # how chats get to the answer
         self._checked = False  # whether the labels have followed some prompts
 
     @property
@@ -71,7 +84,7 @@ class TableScorer:
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        schema = self._inputs.schema().results
+        schema = self._inputs.schema.results
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -79,11 +92,11 @@ class TableScorer:
         found: list[pa.Table] = []
         if table.num_rows:  # an empty list has no columns either
             rows = TableRows(table, bad)
-            self._inputs.source = cast("Source", rows)
             if not self._checked:
-                self._opening.require_uses(rows.available)
+                require_uses(self._inputs.settings, self._parts, rows.available)
             self._prepare(rows)
-            found = [each.select(schema.names) for each in self._scored(self._opening, self._scorer, steps)]
+            scorer = make_scorer(self._inputs, self._parts, self._models, self._plans)
+            found = [each.select(schema.names) for each in self._scored(self._parts, scorer, steps)]
         added = pa.concat_tables(found or [schema.empty_table()])
         for name in added.column_names:
             table = table.append_column(added.field(name), added[name])
@@ -95,25 +108,21 @@ class TableScorer:
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
-        opening = Opening(settings, (settings.id_column, *settings.keep_columns))
-        opening.open_source()
-        opening.use_models(self._inputs.opened, self._inputs.labels)
-        opening.open_rows()
-        inputs = opening.inputs
-        scorer = make_scorer(inputs, opening.parts)
-        scorer.use_models_of(self._scorer)
+        rows, parts = open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
+        inputs = use_models(rows, parts, self._inputs.opened, self._inputs.labels)
         try:
-            schema = inputs.schema()
+            schema = inputs.schema
             schema.require_distinct()
             steps.expect(inputs.source.expected_rows)
-            found = self._scored(opening, scorer, steps)
+            plans = PlansInMemory(self._plans.plan)
+            found = self._scored(parts, make_scorer(inputs, parts, self._models, plans), steps)
         finally:
             inputs.builder.close()
         if not found:
             return schema.arrow({}).empty_table()
-        rows = pa.concat_tables(found)
-        kinds = {name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {}
-        return schema.table(rows, schema.arrow(kinds))
+        table = pa.concat_tables(found)
+        kinds = {name: kinds_of(table[name]) for name in schema.carried.names} if schema.json_carried else {}
+        return schema.table(table, schema.arrow(kinds))
 
     def resume_threads(self) -> None:
         """Compute with the threads chosen when the models were loaded."""
@@ -122,40 +131,42 @@ class TableScorer:
 
     def close(self) -> None:
         """Free the models, and end the process that renders templates."""
-        self._drop_builder()
-        self._scorer.loaded.close()
+        self._close_builder()
+        self._models.close()
 
-    def _prepare(self, rows: TableRows) -> None:
+    def _prepare(self, table: TableRows) -> None:
         # Prepare for prompts from these rows, with the builder of the last table where it fits.
-        inputs = self._inputs
-        builder: PromptBuilder | None = getattr(inputs, "builder", None)
-        usual = USUAL_COLUMNS.intersection(rows.available)
-        if builder is None or usual != self._usual:
-            self._drop_builder()
-            inputs.builder = builder = inputs.make_builder(rows.available)
+        inputs, builder = self._inputs, self._inputs.builder
+        usual = USUAL_COLUMNS.intersection(table.available)
+        if usual != self._usual:
+            self._close_builder()
+            builder = inputs.rows.make_builder(inputs.opened, inputs.labels, table.available)
+            self._told = tell_way(inputs.settings, builder, self._told)
             self._usual = usual
-        rows.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
+        table.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
+        rows = replace(inputs.rows, source=cast("Source", table))
+        self._inputs = replace(inputs, rows=rows, builder=builder)
         if not self._checked:
-            self._opening.make_common_prompts()
+            self._inputs = with_common_prompts(self._inputs)
 
-    def _drop_builder(self) -> None:
-        if hasattr(self._inputs, "builder"):
-            self._inputs.builder.close()
-            del self._inputs.builder
+    def _close_builder(self) -> None:
+        # The next table gets another one.
+        self._inputs.builder.close()
+        self._usual = None
 
-    def _scored(self, opening: Opening, scorer: ModelScorer, steps: Steps) -> list[pa.Table]:
+    def _scored(self, parts: Parts, scorer: ModelScorer, steps: Steps) -> list[pa.Table]:
         # Row numbers, carried and result columns, window by window, of the rows that `scorer` reads.
-        inputs, calibration = scorer.inputs, opening.parts.calibration
+        inputs, calibration = scorer.inputs, parts.calibration
         if calibration is not None:
             calibration.learn(scorer, lambda tokens: steps.step(0, 0))
-        scorer.earlier = self._scorer.earlier = self._scorer.plan = scorer.plan
-        received = ReceivedRows(inputs, self._first_window, steps)
+        self._plans.save_plan(scorer.plans.plan)
+        received = ReceivedRows(inputs, parts, self._first_window, steps)
         with inputs.windows() as coming:
             try:
-                score(scorer, opening.parts, self._checking(coming), received)
+                score(scorer, parts, self._checking(coming), received)
             except BaseException:
                 inputs.builder.close()  # else its thread would go on with a window that nobody needs
-                self._drop_builder()
+                self._close_builder()
                 raise
         return received.tables
 
@@ -170,9 +181,9 @@ class TableScorer:
 class ReceivedRows:
     """The `Receiver` of scoring in memory: a table for each window."""
 
-    def __init__(self, inputs: Inputs, first_window: FirstWindow, steps: Steps) -> None:
+    def __init__(self, inputs: Inputs, parts: Parts, first_window: FirstWindow, steps: Steps) -> None:
         self.tables: list[pa.Table] = []
-        self._inputs = inputs
+        self._inputs, self._parts = inputs, parts
         self._first_window = first_window
         self._steps = steps
         self._finished = Finished()
@@ -202,8 +213,8 @@ class ReceivedRows:
         inputs, rows = self._inputs, self._finished.rows
         self._first_window.take(window, rows)
         self._first_window.end(window.index)
-        temperature, probabilities = inputs.settings.temperature, inputs.probabilities
-        done = ResultRows.of(window, rows, self._finished.errors, inputs.schema(), temperature, probabilities)
+        temperature, probabilities = inputs.settings.answers.temperature, self._parts.probabilities
+        done = ResultRows.of(window, rows, self._finished.errors, inputs.schema, temperature, probabilities)
         self.tables.append(make_rows(window, done))
 
     def written_if_stopped(self) -> AbstractContextManager[None]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
-from prefillcli.prompts.builder import RowColumns
+from prefillcli.options.reading import AdapterOptions
+from prefillcli.prompts.settings import RowColumns
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.runtime import log
@@ -475,10 +476,12 @@ def adapter_paths(opened: Opened | None) -> dict[str, str]:
     return {each.name: str(each.path) for each in variants.files} if isinstance(variants, AdapterVariants) else {}
 
 
-def identity(settings: Any, opened: Opened, values: dict[str, Any], contents: Callable[[Path], ModelContents]) -> str:
-    """Return the digest of the adapters of these settings by their contents. Their options go out of the `values`."""
+def identity(
+    adapters: AdapterOptions, opened: Opened, values: dict[str, Any], contents: Callable[[Path], ModelContents]
+) -> str:
+    """Return the digest of the adapters by their contents. Their options go out of the `values`."""
     for name in ("adapter", "adapter_column"):
         del values[name]
     found = [(name, contents(Path(path))) for name, path in adapter_paths(opened).items()]
-    adapters = [[name, files.model(), files.tokenizer()] for name, files in found]
-    return hash_value([sorted(adapters), settings.adapter_column])
+    hashed = sorted([name, files.model(), files.tokenizer()] for name, files in found)
+    return hash_value([hashed, adapters.adapter_column])

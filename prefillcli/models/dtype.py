@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from prefillcli.errors import UsageError
 from prefillcli.models.find import ModelFiles, in_dtype, prune_cache, read_model_files
 from prefillcli.models.heads import HeadChoice
-from prefillcli.models.open import ModelChoice, dtype_name
+from prefillcli.models.open import dtype_name
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.weights import layer_bytes, plan_quantisation
+from prefillcli.options.groups import ModelOptions, WorkerOptions
 from prefillcli.runtime import log
 from prefillcli.runtime.device_key import choose_device
 from prefillcli.runtime.memory import loadable_memory, parse_size
@@ -42,26 +43,27 @@ class ModelReader:
     chooses by the job's device. Raises UsageError or ResourceError.
     """
 
-    def __init__(self, choice: ModelChoice, dtypes: Sequence[str] = ()) -> None:
-        self.device = choose_device(choice.device)
-        self._choice, self._chosen = choice, iter(dtypes)
+    def __init__(self, lm: ModelOptions, processes: WorkerOptions, dtypes: Sequence[str] = ()) -> None:
+        self.device = choose_device(lm.device)
+        self._lm, self._chosen = lm, iter(dtypes)
         # Where other machines compute, their devices may be others than this one
-        here = getattr(choice, "runner", "local") == "local" or choice.device == "cpu"
-        self._chooses = choice.dtype == "auto" and not dtypes and here
+        here = processes.runner == "local" or lm.device == "cpu"
+        self._workers = processes.workers
+        self._chooses = lm.dtype == "auto" and not dtypes and here
         self._beside = 0  # bytes of the models so far
 
     def read(self, path: Path, head: HeadChoice = "auto", *, copies: float = 1, streams: bool = False) -> ModelFiles:
         """Read a model, whose weights will exist in this many `copies`; packed ones stay so if it `streams`."""
-        choice, device = self._choice, self.device
-        named = choice.dtype if choice.dtype != "auto" else next(self._chosen, "auto")
-        files = read_model_files(path, dtype=named, trust_remote_code=choice.trust_remote_code, head=head)
+        lm, device = self._lm, self.device
+        named = lm.dtype if lm.dtype != "auto" else next(self._chosen, "auto")
+        files = read_model_files(path, dtype=named, trust_remote_code=lm.trust_remote_code, head=head)
         if self._chooses:
-            copies *= getattr(choice, "workers", 1) if device.type == "cpu" else 1
+            copies *= self._workers if device.type == "cpu" else 1
             files = settle_dtype(files, device, copies=copies, beside=self._beside, streams=streams)
             self._beside += round(held_bytes(files, device, streams=streams) * copies)
             if files.dtype_why is not None:
                 log.info(f"{files.origin}: computed in {dtype_name(files)}: {files.dtype_why} (--dtype)")
-        prune_cache(files, parse_size(choice.gguf_cache))
+        prune_cache(files, parse_size(lm.gguf_cache))
         return files
 
 
@@ -102,7 +104,7 @@ def held_bytes(files: ModelFiles, device: torch.device, *, streams: bool = False
 
 
 def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError if products in smaller numbers take longer on the device than those in `dtype`."""
+    """Raise UsageError if products in low precision take longer on the device than those in `dtype`."""
     slower = times_as_long(kind, _name(dtype), device)
     if slower <= 1:
         return

@@ -229,7 +229,7 @@ _OTHER_PARTS = ("vision", "audio", "quantization")  # with other numbers under t
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a model's folder with a device, a pipe or a pointer in place of a file, or with too large a text."""
+    """Refuse a model's folder with a device, a pipe or a pointer instead of a file, or with too large a text."""
     for file in folder.iterdir():
         if file.suffix in _READ and file.exists() and not file.is_dir():
             _check_size(file, _MOST_JSON if file.name in _TEXTS else None)
@@ -241,7 +241,7 @@ _LEAST_GGUF = 24  # bytes of a header
 
 
 def check_gguf(path: Path) -> None:
-    """Refuse a file that is no GGUF file by its first bytes, or a pointer in place of one."""
+    """Refuse a file that is no GGUF file by its first bytes, or a pointer instead of one."""
     refuse_pointer(path)
     try:
         with path.open("rb") as file:
@@ -383,7 +383,7 @@ def quoted(value: Any) -> str:
 def sample_model(typed: bool = False) -> Path:
     """Return the directory of the shipped target model, or of the one that answers `typed` questions: inside an
     installed wheel, or in the repository. Raises UsageError."""
-    found = _find("tickets" if typed else "target")
+    found = _find("models/tickets" if typed else "models/target")
     if found is None:
         raise UsageError("no --model given, and the sample model did not come with this installation")
     return found
@@ -391,14 +391,19 @@ def sample_model(typed: bool = False) -> Path:
 
 def sample_draft() -> Path | None:
     """Return the directory of the draft of `sample_model`; None if this installation lacks it."""
-    return _find("draft")
+    return _find("models/draft")
+
+
+def sample_rows() -> Path | None:
+    """Return the file with the rows that `prefill bench` compares by default; None if this installation lacks it."""
+    return _find("post_recommendation.parquet")
 
 
 def _find(name: str) -> Path | None:
     package = Path(__file__).parent.parent
     for root in (package, package.parent):
-        path = root / "samples" / "models" / name
-        if (path / "config.json").is_file():
+        path = root / "samples" / name
+        if path.is_file() or (path / "config.json").is_file():
             return path
     return None
 

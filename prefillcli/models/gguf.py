@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +40,7 @@ from prefillcli.models.gguf_tokenizer import is_split_unknown, make_tokenizer, u
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
 from prefillcli.runtime.user_cache import cache_folder
+from prefillcli.runtime.version import version_of
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.packed import FLOATS, blocks_bytes
 
@@ -653,7 +653,7 @@ def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
     parts = tuple(read_gguf_header(file) for file in files)
     check_parts(parts)
     _tell_unknown(parts[0])
-    made_by = [_FORMAT, version("transformers"), version("gguf")]
+    made_by = [_FORMAT, version_of("transformers"), version_of("gguf")]
     return GgufModel(path, parts, contents, hash_value([contents.model(), *made_by]))
 
 

@@ -26,7 +26,7 @@ from prefillcli.plan.behind import LabelTokens
 from prefillcli.prompts.labels import ClassLabels, complementary, parse_labels
 from prefillcli.prompts.questions import Label
 from prefillcli.rows.records import NextTokens
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 from prefillcli.walk.forest import UnsupportedModelError
 
 # The outputs to read of a model: by its configuration, the next token, or a head's probabilities or values.

@@ -477,17 +477,17 @@ def pack_limits(
 ) -> Limits:
     """Return the limits of one pack in `budget` bytes. Raises ResourceError if not even a small prompt fits."""
     if prefix_kv not in ("auto", "discard", "keep", "offload"):
-        raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: use auto, discard, keep or offload")
+        raise ValueError(f"{prefix_kv!r} is not a prefix_kv: use auto, discard, keep or offload")
     room = budget - law.constant(chunk_tokens, device)
     most = room // law.token
     if law.host:
         most = min(most, int(available_memory(torch.device("cpu")) * FREE_SHARE) // law.host)
     if most < 16:
         need = law.constant(chunk_tokens, device) + 16 * law.token
-        smaller = " or lower --chunk-tokens" if law.transient * chunk_tokens > need / 2 else ""
+        smaller = " or lower chunk_tokens" if law.transient * chunk_tokens > need / 2 else ""
         raise ResourceError(
             f"a memory budget of {budget / 2**20:,.0f} MiB is too small: this model needs {need / 2**20:,.0f} MiB "
-            f"with --chunk-tokens {chunk_tokens}; raise --memory{smaller}"
+            f"with chunk_tokens {chunk_tokens}; raise --memory{smaller}"
         )
     all_layers = max(law.all_key_values, 1)
     in_place = prefix_kv in ("auto", "keep")

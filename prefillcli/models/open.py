@@ -20,14 +20,16 @@ from prefillcli.models.files import (
     refuse_code_elsewhere,
     sample_model,
 )
-from prefillcli.prompts.builder import RowColumns
-from prefillcli.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
+from prefillcli.options.groups import LabelOptions, ModelOptions, WorkerOptions
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.labels import ClassLabels, Labels, parse_labels
 from prefillcli.prompts.questions import Question, typed
+from prefillcli.prompts.settings import RowColumns
 from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.extras import light_imports
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch
@@ -35,53 +37,7 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
 
     from prefillcli.models.dtype import ModelReader
     from prefillcli.models.find import ModelFiles
-
-
-class ModelChoice(Protocol):
-    """The model to open, and the place where it will run."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def head(self) -> Literal["auto", "vocabulary", "probability", "value"]: ...
-    @property
-    def threads(self) -> int | Literal["auto"]: ...
-    @property
-    def gguf_cache(self) -> str: ...
-
-
-class DraftChoice(ModelChoice, Protocol):
-    """The same, with the draft model to open beside it, if it `uses_draft`."""
-
-    @property
-    def draft(self) -> str | None: ...
-    @property
-    def draft_tokenizer(self) -> Literal["same", "translate"]: ...
-    @property
-    def uses_draft(self) -> bool: ...
-
-
-class LabelChoice(Protocol):
-    """The labels to score, and whether the user chose them: else they are the default."""
-
-    @property
-    def labels(self) -> str | Sequence[str]: ...
-    @property
-    def labels_given(self) -> bool: ...
-    @property
-    def label_norm(self) -> Normalisation: ...
-    @property
-    def label_end(self) -> str | None: ...
-    @property
-    def head(self) -> Literal["auto", "vocabulary", "probability", "value"]: ...
+    from prefillcli.models.heads import HeadChoice
 
 
 # Turns a model into that variant of it; None gives the model as loaded.
@@ -108,7 +64,7 @@ class Variants(Protocol):
 class Small:
     """The files of a small model beside the model, and its tokenizer where that differs from the model's.
 
-    With `narrow` it is the model itself, in smaller numbers.
+    With `narrow` it is the model itself, in low precision.
     """
 
     files: ModelFiles
@@ -121,8 +77,8 @@ class Opened:
     """The files of a model and the small ones beside it, checked; no weights. `max_length` is the longest prompt in
     tokens.
 
-    The small ones are a draft, or the first models of a cascade in their order. `threads` are those of this process,
-    if it computes itself.
+    The small ones are a draft, or the first model of a cascade and the model in low precision. `threads` are those
+    of this process, if it computes itself.
     """
 
     files: ModelFiles
@@ -192,26 +148,26 @@ def find_model(name: str, revision: str | None = None, *, option: str = "--model
         raise UsageError(f"{option} {name}: not found locally or on the hub ({brief(error)})") from None
 
 
-def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
+def open_model(lm: ModelOptions) -> tuple[ModelFiles, torch.device]:
     """Find and check the model and its device.
 
     Raises UsageError or ResourceError.
     """
-    path, reader = _find_chosen(choice), _reader(choice)
-    return reader.read(path, choice.head), reader.device
+    path, reader = _find_chosen(lm), _reader(lm, WorkerOptions())
+    return reader.read(path, lm.head), reader.device
 
 
-def _reader(choice: ModelChoice, dtypes: Sequence[str] = ()) -> ModelReader:
+def _reader(lm: ModelOptions, processes: WorkerOptions, dtypes: Sequence[str] = ()) -> ModelReader:
     with light_imports():
         from prefillcli.models.dtype import ModelReader
 
-        return ModelReader(choice, dtypes)
+        return ModelReader(lm, processes, dtypes)
 
 
-def _find_chosen(choice: ModelChoice) -> Path:
-    if choice.model is not None:
-        return find_model(choice.model, choice.revision)
-    path = sample_model(asks_typed(choice))
+def _find_chosen(lm: ModelOptions, *, typed: bool = False) -> Path:
+    if lm.model is not None:
+        return find_model(lm.model, lm.revision)
+    path = sample_model(typed)
     log.warning(
         "no --model given: this is the sample model, a demonstration of a million parameters that knows nothing but "
         f"its samples ({path})\ngive a folder, a GGUF file or a hub name, like --model Qwen/Qwen3-0.6B"
@@ -219,9 +175,9 @@ def _find_chosen(choice: ModelChoice) -> Path:
     return path
 
 
-def asks_typed(choice: Any) -> bool:
+def asks_typed(settings: JobSettings) -> bool:
     """Return whether a command asks typed questions, which a sample model of their own answers."""
-    return getattr(choice, "questions", None) is not None
+    return settings.asking.questions is not None
 
 
 def dtype_name(files: ModelFiles) -> str:
@@ -232,41 +188,37 @@ def dtype_name(files: ModelFiles) -> str:
 WORDS = "words"  # instead of a first model: its reading of a prompt are the words, and no model is needed
 
 
-def small_models(choice: Any) -> tuple[str, list[str]]:
-    """Return the option that names the small models to open beside the model, and their names: a draft, or first
-    models."""
-    if choice.uses_draft:
-        return "draft", [choice.draft]
-    return "first", [name for name in getattr(choice, "first", ()) if name != WORDS]
+def small_models(settings: JobSettings) -> tuple[str, list[str]]:
+    """Return the option that names the small models to open beside the model, and their names: a draft, or a
+    first model."""
+    if settings.uses_draft and settings.compression.draft is not None:
+        return "draft", [settings.compression.draft]
+    first = settings.exits.first
+    return "first", [first] if first not in (None, WORDS) else []
 
 
-def with_small(choice: Any, names: Sequence[str]) -> dict[str, Any]:
+def with_small(settings: JobSettings, names: Sequence[str]) -> dict[str, Any]:
     """Return the option that names the small models, as it is with other `names` for them."""
-    option, before = small_models(choice)
-    if not before:
-        return {}
-    own = iter(names)
-    return (
-        {option: names[0]}
-        if option == "draft"
-        else {option: tuple(name if name == WORDS else next(own) for name in choice.first)}
-    )
+    option, before = small_models(settings)
+    return {option: names[0]} if before else {}
 
 
 _NARROW_COPIES = 2.25  # the model's weights, those that smaller numbers are made of, and these
 
 
-def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
+def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     """Open a model as `open_model` does, with its tokenizer and the small models beside it; in these `dtypes`, like
     `Opened.dtypes`, if they are chosen already. Raises UsageError or ResourceError."""
-    path, (option, names) = _find_chosen(choice), small_models(choice)
+    lm, (option, names) = settings.lm, small_models(settings)
+    path = _find_chosen(lm, typed=asks_typed(settings))
     found = [find_model(name, option=f"--{option}") for name in names]
-    reader, threads, narrow = _reader(choice, dtypes), Threads(choice.threads), getattr(choice, "narrow", None)
+    reader, threads = _reader(lm, settings.processes, dtypes), Threads(lm.threads)
+    narrow = settings.exits.narrow
     clock.step("opening the model")
-    streams = narrow is None and _may_stream(choice)
-    files = reader.read(path, choice.head, copies=1 if narrow is None else _NARROW_COPIES, streams=streams)
+    streams = narrow is None and _may_stream(settings)
+    files = reader.read(path, lm.head, copies=1 if narrow is None else _NARROW_COPIES, streams=streams)
     device = reader.device
-    tokenizer = _load_tokenizer(files, choice.trust_remote_code)
+    tokenizer = _load_tokenizer(files, lm.trust_remote_code)
     small = []
     for name, folder in zip(names, found, strict=True):
         own = reader.read(folder)
@@ -278,8 +230,8 @@ def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
         if not own.encoder:
             check_walkable(own, "take another small model")
         check_loadable(own, device)
-        reads = _load_tokenizer(own, choice.trust_remote_code)
-        how = choice.draft_tokenizer if option == "draft" else "translate"
+        reads = _load_tokenizer(own, lm.trust_remote_code)
+        how = settings.compression.draft_tokenizer if option == "draft" else "translate"
         other = _other_tokenizer(tokenizer, reads, f"--{option} {name}", how)
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     if narrow is not None:
@@ -287,10 +239,10 @@ def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
     return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
 
 
-def _may_stream(choice: Any) -> bool:
+def _may_stream(settings: JobSettings) -> bool:
     # Whether the layers of the model may be read while others compute.
-    here = getattr(choice, "engine", "torch") == "torch" and not getattr(choice, "adapter", None)
-    return here and getattr(choice, "weights", "resident") != "resident"
+    here = settings.engine.engine == "torch" and not settings.adapters.adapter
+    return here and settings.layers.weights != "resident"
 
 
 def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "translate"]) -> Any:
@@ -311,23 +263,23 @@ def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "
     return own
 
 
-def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
+def answer_labels(opened: Opened, answers: LabelOptions) -> Labels:
     """Return the labels of a job: tokens of the vocabulary, or classes of the model's head. Raises UsageError."""
     if opened.files.head is None:
         return Labels(
-            opened.tokenizer, typed(parse_labels(choice.labels)), norm=choice.label_norm, end=choice.label_end
+            opened.tokenizer, typed(parse_labels(answers.labels)), norm=answers.label_norm, end=answers.label_end
         )
     from prefillcli.models.heads import class_labels
 
-    return class_labels(opened.files.head, choice.labels if choice.labels_given else None)
+    return class_labels(opened.files.head, answers.labels if answers.labels_given else None)
 
 
-def named_labels(model: Path, choice: LabelChoice) -> Labels | None:
+def named_labels(model: Path, answers: LabelOptions, head: HeadChoice) -> Labels | None:
     """Return the labels of a job with the model in a folder or file, by their names alone; None for those of a head.
     Imports no torch. Raises UsageError."""
-    if has_classes(model, choice.head):
+    if has_classes(model, head):
         return None
-    return label_names(typed(parse_labels(choice.labels)))
+    return label_names(typed(parse_labels(answers.labels)))
 
 
 def label_names(question: Question) -> Labels:

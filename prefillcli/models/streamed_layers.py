@@ -474,8 +474,8 @@ def plan_streamed(
     """Plan the memory in which the weights are streamed; None where they are not.
 
     Unless they `always` are, they are streamed, if possible, where they do not fit in the device's memory or in
-    `--weights-memory`, and on CPUs where they are packed in the file. `draft` and `share` are as in
-    `Feature.keep_weights`. Raises UsageError, and ResourceError where the device certainly has no room.
+    `--weights-memory`, and on CPUs where they are packed in the file. A `draft` must fit beside a target's; this
+    worker has a `share` of the memory. Raises UsageError, and ResourceError where the device certainly has no room.
     """
     sizes, scratch = layer_bytes(opened.files, opened.device), 0
     streamable = opened.files.part_of is None and opened.variants is None and opened.device.type in _STREAMED_TO

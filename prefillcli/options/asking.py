@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from prefillcli.errors import UsageError
 from prefillcli.options.groups import QUOTED, LabelValues, NameList, split_names
-from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Settings, option
+from prefillcli.options.option import ANSWERS, INPUT, OUTPUT, PROMPTS, Options, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.questions import Question
-from prefillcli.rows.output import ANSWER, format_of
+from prefillcli.rows.output import ANSWER
 
 
 def asked_question(ask: str, options: Any, levels: Any) -> dict[str, Any]:
@@ -30,44 +29,38 @@ def question_text(questions: Sequence[Any]) -> str:
     return json.dumps({"questions": entries}, ensure_ascii=False, indent=1)
 
 
-class ValueOptions(Settings):
-    """The numbers that labels stand for."""
+class ChoiceOptions(Options):
+    """Answers that each row has of its own, and the numbers that labels stand for."""
 
     label_values: LabelValues = option(
         (),
-        "Number that each label stands for, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
+        "Number for each label, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
         ANSWERS, changes="columns", metavar="NUMBERS",
     )  # fmt: skip
-
-
-class ChoiceOptions(Settings):
-    """The answers of each row."""
-
     choices_column: str | None = option(
         None,
-        "Column with the row's own answers, a list of texts, instead of --labels.",
+        "Column with each row's own answers, a list of texts; replaces --labels.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip
 
 
-QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", "name their file with --questions")
 ASKED_TYPED = Requirement(
-    lambda s: s.questions is not None or getattr(s, "format", None) is not None,
+    lambda s: s.asking.questions is not None or s.requests.format is not None,
     "needs --questions or --format",
     "name a file of questions with --questions",
 )
 
 
-ASK = Requirement(lambda s: s.ask is not None, "needs --ask", "ask a question with --ask TEXT")
+ASK = Requirement(lambda s: s.asking.ask is not None, "needs --ask", "ask a question with --ask TEXT")
 
 
-class AskOptions(Settings):
+class AskOptions(Options):
     """Typed questions about each row: one of --ask, or several of a file."""
 
     ask: str | None = option(
         None,
-        "Ask this about each row, with its columns as {{ product }}: yes or no, or with --options or --levels. The "
-        "column answer has the probability of yes, the chosen option, or the expected level.",
+        "Ask this about each row; {{ product }} inserts a column. Yes or no, unless --options or --levels is "
+        "given. The column answer has the probability of yes, the chosen option or the expected level.",
         ANSWERS, level="first", changes="scores", metavar="TEXT", text=True,
     )  # fmt: skip
     options: NameList = option(
@@ -77,19 +70,18 @@ class AskOptions(Settings):
     )  # fmt: skip
     levels: NameList = option(
         (),
-        "Levels that --ask scores by, from the lowest to the highest: calm,annoyed,angry, which count from 0, or "
-        "numbers, which stand for themselves: 1,2,3,4,5.",
+        "Levels that --ask scores by, lowest first: calm,annoyed,angry (counted from 0), or numbers: 1,2,3,4,5.",
         ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
     )  # fmt: skip
     orders: int = option(
         1,
-        "Number of orders of a question's options in which it is asked; the answer is their mean.",
+        "Ask N times with the options reordered, and average.",
         ANSWERS, changes="scores", metavar="N", requires=ASKED_TYPED, ge=1,
     )  # fmt: skip
     questions: str | None = option(
         None,
-        "YAML or JSON file with several questions about each row, or its text. Each adds columns NAME, "
-        "NAME.probabilities, ...; what the questions share is computed once.",
+        "YAML or JSON with several questions about each row: a file, or its text. Each adds columns NAME, "
+        "NAME.probabilities, ...; text that questions share is computed once.",
         ANSWERS, level="first", changes="scores", metavar="PATH", path="template",
     )  # fmt: skip
 
@@ -121,30 +113,20 @@ class AskOptions(Settings):
         return given if asked is None else {**given, "questions": asked}
 
 
-class QuestionOptions(AskOptions):
-    """The same, and where the answers go."""
-
-    questions_as: Literal["columns", "rows"] = option(
-        "columns",
-        "Give each question its own columns, or its own rows.",
-        ANSWERS, changes="columns", requires=QUESTIONS,
-    )  # fmt: skip
-
-
 TARGET = Requirement(
-    lambda s: s.target_column is not None,
+    lambda s: s.likelihood.target_column is not None,
     "needs --target-column",
     "name its column with --target-column",
 )
 
 
-class LikelihoodOptions(Settings):
+class LikelihoodOptions(Options):
     """The texts whose likelihood is asked for."""
 
     target_column: str | None = option(
         None,
-        "Column with a text: the score is its log-probability after the prompt. If the prompt is empty, the text "
-        "is a whole document.",
+        "Column with a text to score by its log-probability after the prompt. If the prompt is empty, the text is "
+        "a whole document.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip
     token_logprobs: bool = option(
@@ -155,16 +137,16 @@ class LikelihoodOptions(Settings):
     stride: int | None = option(
         None,
         "Tokens that each window of a long document predicts, e.g. 512. (default: as many as it holds)",
-        ANSWERS, changes="scores", metavar="N", requires=TARGET, ge=1,
+        ANSWERS, level="rare", changes="scores", metavar="N", requires=TARGET, ge=1,
     )  # fmt: skip
 
 
-class PairOptions(Settings):
+class PairOptions(Options):
     """Pairs of texts: a reranker's files name all that it needs; for other cross-encoders, the user does."""
 
     pair_column: str | None = option(
         None,
-        "Column with the second text of a pair, for an encoder: the tokenizer encodes the prompt and it together.",
+        "Column with the second text of a pair, for an encoder, which reads both together.",
         PROMPTS, changes="scores", metavar="NAME",
     )  # fmt: skip
 
@@ -172,33 +154,28 @@ class PairOptions(Settings):
 BATCH_ID = "custom_id"  # the field of a batch file with a line's id
 
 
-class BatchInput(Settings):
-    """The reading of requests."""
+class RequestOptions(Options):
+    """The requests that rows may be, in the form of an API."""
 
     served_model_name: NameList = option(
         (),
         f"Names by which requests may ask for the model, comma-separated. {QUOTED} (default: --model, and the end of "
         "its path)",
-        ANSWERS, changes="scores", metavar="NAMES",
+        ANSWERS, level="rare", changes="scores", metavar="NAMES",
+    )  # fmt: skip
+    format: Literal["openai", "systemone"] | None = option(
+        None,
+        "API whose requests with typed questions the rows are. (default: as the first row is)",
+        INPUT, changes="scores", metavar="openai|systemone",
     )  # fmt: skip
 
 
-class BatchOptions(BatchInput):
-    """The answering of requests in the form of an API."""
+class AnsweredOptions(RequestOptions):
+    """Requests that are answered."""
 
     format: Literal["openai", "systemone"] | None = option(
         None,
-        "Answer the requests of the input, a batch file or bodies with typed questions, in the form of this API, to a "
-        ".jsonl file. Typed questions are always answered so.",
-        FILES, changes="columns", short="--batch-format", metavar="openai|systemone",
+        "Answer requests (a batch file, or bodies with typed questions) in the form of this API, to a .jsonl "
+        "file. Typed questions are always answered so.",
+        OUTPUT, changes="columns", metavar="openai|systemone",
     )  # fmt: skip
-
-    def check(self) -> None:
-        super().check()
-        settings: Any = self
-        form = None if settings.output is None else format_of(settings.output)
-        if self.format is not None and (form is None or form.parquet or form.delimiter):
-            raise UsageError(
-                f"--format {self.format}: requests are answered in JSON Lines\n"
-                "give --output a path that ends in .jsonl"
-            )

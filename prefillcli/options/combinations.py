@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
 from prefillcli.options.option import Settings, as_typed
+from prefillcli.options.settings import JobSettings
 
 OptionText = str
 """An option as the command line has it, `--draft`, or with a value where only that is meant, `--keep auto`."""
@@ -38,21 +39,21 @@ class Refused(NamedTuple):
 def given(settings: Settings, text: OptionText) -> bool:
     """Return whether these settings of a command have an option, with its value where the text names one."""
     name, value = _parted(text)
-    if name not in type(settings).model_fields:
+    if name not in settings.options():
         return False
-    found = getattr(settings, name)
+    found = settings.value(name)
     if value:
         return str(found) == value
-    written = name in WRITTEN and name in settings.model_fields_set
-    return written or found != type(settings).model_fields[name].default
+    written = name in WRITTEN and name in settings.given
+    return written or found != settings.options()[name].default
 
 
-def refuse_combinations(settings: Settings) -> None:
+def refuse_combinations(settings: JobSettings) -> None:
     """Raise UsageError for the first refused combination that these settings of a command have."""
     for each in REFUSED:
         if each.holds(settings):
             said = each.message(type(settings))
-            raise UsageError(said.replace("--questions", "--ask") if getattr(settings, "asks_once", False) else said)
+            raise UsageError(said.replace("--questions", "--ask") if settings.asking.asks_once else said)
 
 
 def _parted(text: OptionText) -> tuple[str, str]:
@@ -80,7 +81,9 @@ def _refused(
 
 def _fits_apart(settings: Any) -> bool:
     # Whether the tokens that are kept of a row follow from the row alone.
-    return bool(settings.compress_per_row and (settings.paper or not settings.keep_private))
+    return bool(
+        settings.compression.compress_per_row and (settings.compression.paper or not settings.compression.keep_private)
+    )
 
 
 # Options that score some rows of a job apart from the others.
@@ -113,7 +116,7 @@ REFUSED: tuple[Refused, ...] = (
         _APART,
         "--draft",
         "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
-        "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
+        "give --set compress_per_row=true --set keep_private=false, so that a row's tokens follow from the row alone",
         _fits_apart,
     ),
     *_refused(
@@ -121,7 +124,7 @@ REFUSED: tuple[Refused, ...] = (
         _EXITS,
         "it learns from the rows of the whole job, and bounds their flips together",
         "leave one of them out, or give the --exit-profile of a run over a sample",
-        lambda settings: settings.exit_profile is not None,
+        lambda settings: settings.exits.exit_profile is not None,
     ),
     *_refused(
         ("--since", "--retry-errors"),
@@ -138,7 +141,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--format",
         ("--since", "--retry-errors"),
-        "its output does not have the columns of a score",
+        "its output has no columns of a score",
         "score all rows again",
     ),
     *_refused(
@@ -148,11 +151,11 @@ REFUSED: tuple[Refused, ...] = (
     ),
     # The questions.
     *_refused("--choices-column", "--labels", "each row has its own answers"),
-    *_refused("--choices-column", "--label-values", "these are the numbers of labels, and rows have none in common"),
+    *_refused("--choices-column", "--label-values", "these are numbers of labels, and rows have none in common"),
     *_refused(
         "--choices-column",
         _EXITS,
-        "exits learn what decides between labels, and rows have none in common",
+        "exits learn to decide between labels, and rows have none in common",
     ),
     *_refused(
         "--choices-column",
@@ -175,7 +178,7 @@ REFUSED: tuple[Refused, ...] = (
         "--questions",
         "it is one question, and the file has others",
         "put it into the file",
-        lambda settings: settings.asks_once,
+        lambda settings: settings.asking.asks_once,
     ),
     *_refused(
         "--questions",
@@ -190,7 +193,7 @@ REFUSED: tuple[Refused, ...] = (
             *("--questions", "--exit", "--first", "--exit-profile", "--compute", "--calibration", "--calibrate-with"),
             *("--rationale", "--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift"),
         ),
-        "that is about labels, and the likelihood of a text is asked for instead",
+        "it needs labels, and the likelihood of a text has none",
     ),
     *_refused(
         "--target-column",
@@ -214,13 +217,13 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         _EXITS,
         "--keep auto",
-        "what is learnt about exits is of one keep rate, which is not chosen yet",
+        "exits are learnt for one keep rate, which --keep auto has yet to choose",
         "choose the rate in a run without exits, then give it",
     ),
     *_refused(
         _RARE,
         ("--max-flips", "--flips-of", "--exit", "--exit-profile", "--compute", "--estimate"),
-        "it is proven of one first model, in place of a bound on flips",
+        "it is proven for one first model, and replaces the bound on flips",
     ),
     *_refused(
         "--estimate",
@@ -230,14 +233,14 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--adapter-column",
         (*_EXITS, "--calibrate-with"),
-        "what it learns is of one model, and there are several",
+        "it learns from one model, and adapters make several",
         "score each adapter's rows in a separate job",
     ),
     *_refused(
         "--exit-profile",
         "--adapter",
-        "the profile does not name the adapters it is of",
-        unless=lambda settings: "exit" in type(settings).model_fields,
+        "an exit profile does not say which adapters it was learnt with",
+        unless=lambda settings: "exits" in settings.groups(),
     ),
     *_refused(
         "--weights stream",
@@ -248,18 +251,18 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--deterministic",
         ("--draft", "--keep"),
-        "the kept tokens of a prompt may differ with other neighbours",
+        "which tokens are kept may depend on the rows beside them",
     ),
     *_refused(
         "--deterministic",
         _EXITS,
-        "what is learnt about exits, and so where a row leaves, depends on the other rows",
+        "exits are learnt from the other rows",
     ),
     *_refused("--deterministic", "--compile", "compiled layers have different kernels for each size of chunk"),
     *_refused(
         "--deterministic",
         "--rationale",
-        "texts are written for several rows at a time, and a near tie may fall differently with other rows",
+        "the text written for a row is not bitwise reproducible across row positions",
         "leave one of them out; --evidence is covered",
     ),
     # Further questions.

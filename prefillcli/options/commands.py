@@ -3,62 +3,58 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from prefillcli.engines.registry import ENGINES, Capability, refuse, refuse_of_encoder
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.asking import (
+    AnsweredOptions,
     AskOptions,
-    BatchInput,
-    BatchOptions,
     ChoiceOptions,
     LikelihoodOptions,
     PairOptions,
-    QuestionOptions,
-    ValueOptions,
+    RequestOptions,
 )
 from prefillcli.options.combinations import refuse_combinations
-from prefillcli.options.followup import EvidenceOptions, RationaleOptions, WritingOptions
+from prefillcli.options.engines import ENGINES, Capability, refuse, refuse_of_encoder
+from prefillcli.options.followup import ChosenOptions, WritingOptions
 from prefillcli.options.groups import (
-    QUOTED,
+    CONTROLS,
+    PIPE,
     BudgetOptions,
-    DraftOptions,
-    EndingOptions,
-    EngineName,
+    EngineOptions,
+    IdOptions,
     InputOptions,
-    JobOptions,
-    KeyValues,
+    LayerOptions,
     LogOptions,
     MeasuringOptions,
-    MemoryOptions,
+    MergedOptions,
     ModelOptions,
-    NameList,
-    PlacementOptions,
+    OutputOptions,
+    PredictionOptions,
     PriceOptions,
-    PromptOptions,
-    RunOptions,
-    ScheduledOptions,
-    ShardName,
+    QuietOptions,
     WordList,
     WorkerOptions,
 )
 from prefillcli.options.judging import (
-    CalibrateSettings,
     EstimateOptions,
     EvaluationOptions,
+    FitOptions,
     GateOptions,
+    KeptTruthOptions,
+    LabelledOptions,
     ProbabilityOptions,
-    RejectsOptions,
     ReviewOptions,
+    TruthOptions,
 )
 from prefillcli.options.option import (
     BENCH,
-    EARLY_EXIT,
-    FILES,
+    INPUT,
     MODEL,
+    OUTPUT,
     PROFILE,
-    RUN,
+    Options,
     Settings,
     argument,
     as_typed,
@@ -67,129 +63,62 @@ from prefillcli.options.option import (
     require,
 )
 from prefillcli.options.reading import (
+    FIRST_METHOD,
+    PICKERS,
     AdapterOptions,
-    BenchOptions,
-    CompressionOptions,
-    DeterminismOptions,
     EarlierOptions,
     ExitMethodOptions,
     ExitOptions,
     ExitProfileOptions,
-    InspectOptions,
-    ProfileOptions,
-    StreamingOptions,
+    FlipOptions,
+    RateOptions,
+    RatesOptions,
 )
 from prefillcli.options.requirements import Requirement
-from prefillcli.rows.output import FILE_ENDINGS, Shard
+from prefillcli.options.settings import JobSettings, ModelSettings
+from prefillcli.rows.output import format_of
+from prefillcli.runtime.extras import require_extra
 
-PIPE = "-"  # stdin as INPUT, stdout as output
 
-
-class ScoreSettings(
-    StreamingOptions,
-    AdapterOptions,
-    RejectsOptions,
-    ReviewOptions,
-    PairOptions,
-    BatchOptions,
-    EvaluationOptions,
-    EstimateOptions,
-    ExitOptions,
-    CompressionOptions,
-    ProbabilityOptions,
-    GateOptions,
-    EarlierOptions,
-    DeterminismOptions,
-    RationaleOptions,
-    ValueOptions,
-    EvidenceOptions,
-    ChoiceOptions,
-    QuestionOptions,
-    LikelihoodOptions,
-    EndingOptions,
-    WorkerOptions,
-    PriceOptions,
-    LogOptions,
-    RunOptions,
-    PlacementOptions,
-    ScheduledOptions,
-):
+class ScoreSettings(JobSettings):
     """All options of `prefill score`."""
 
-    output: str | None = option(
-        None,
-        f"Where the scores go: {', '.join(FILE_ENDINGS)}, a folder (ending in /), or - for stdout. "
-        "(default: INPUT.scores.parquet; of stdin, stdout)",
-        FILES, level="first", changes="files", short="-o", metavar="PATH", path="output",
-    )  # fmt: skip
-    id_column: str | None = option(
-        None,
-        "Column that names a row in the output. (default: the row number)",
-        FILES, level="first", changes="columns", metavar="NAME",
-    )  # fmt: skip
-    keep_columns: NameList = option(
-        (),
-        "Input columns to copy to the output, comma-separated. * stands for all. " + QUOTED,
-        FILES,
-        level="first",
-        changes="columns",
-        metavar="NAMES",
-    )
-    partition: bool = option(
-        False, "Write the scores into folders named as in the input, e.g. day=2026-01-01/.", FILES, changes="columns"
-    )
-    shard: ShardName | None = option(
-        None,
-        "Score only the I-th of N shares of the rows, e.g. one on each machine; prefill merge joins them.",
-        FILES, changes="files", metavar="I/N",
-    )  # fmt: skip
-    resume: bool = option(False, "Continue this job where it stopped.", FILES, level="first", changes="files")
+    layers: LayerOptions
+    log: LogOptions
+    price: PriceOptions
+    prediction: PredictionOptions
+    processes: WorkerOptions
+    files: OutputOptions
+    ids: IdOptions
+    likelihood: LikelihoodOptions
+    asking: AskOptions
+    choices: ChoiceOptions
+    rationales: WritingOptions
+    chosen: ChosenOptions
+    earlier: EarlierOptions
+    gates: GateOptions
+    probabilities: ProbabilityOptions
+    exits: ExitOptions
+    flips: FlipOptions
+    estimate: EstimateOptions
+    truth: KeptTruthOptions
+    evaluation: EvaluationOptions
+    requests: AnsweredOptions
+    pairs: PairOptions
+    review: ReviewOptions
+    adapters: AdapterOptions
+    engine: EngineOptions
 
-    engine: EngineName = option(
-        "torch",
-        "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
-        MODEL, changes="scores", metavar="|".join(ENGINES),
-    )  # fmt: skip
-    engine_options: KeyValues = option(
-        {},
-        "Option passed to the engine unchanged; repeatable; a mapping in a recipe.",
-        MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
-    )  # fmt: skip
-
-    show_text: bool = option(
-        False,
-        "Put the text of the rows that the report names, and a few rationales, into the report. Otherwise it holds "
-        "no text, and its page one prompt of each question.",
-        "Evaluation", changes="report", requires=requirements.SHOWN_TEXT,
-    )  # fmt: skip
-
-    max_flips: float = option(
-        0.01,
-        "Share of answers that --exit, --first or --keep auto may flip, at 95 % confidence; of each answer with the "
-        "first two.",
-        EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
-    )  # fmt: skip
-    audit: int = option(
-        0,
-        "Also read N random rows in full, of those that are compressed or may leave early, and report how many "
-        "answers flip.",
-        EARLY_EXIT, changes="columns", metavar="N", needs="compression", requires=requirements.AUDITABLE, off=0, ge=0,
-    )  # fmt: skip
-
-    dry_run: bool = option(
-        False,
-        "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
-        RUN, level="first", changes="report", needs="forecast",
-    )  # fmt: skip
-    profile: str | None = option(
-        None,
-        "Profile written by prefill profile, to predict times. (default: profile.json, if it exists and fits)",
-        RUN, changes="speed", metavar="PATH", path="file", needs="forecast",
-    )  # fmt: skip
+    @classmethod
+    def implied(cls, options: dict[str, Any]) -> dict[str, Any]:
+        # The rows of an estimate are those of --sample N.
+        if options.get("estimate") is not None and options.get("sample") is None:
+            return options | {"sample": options["estimate"]}
+        return options
 
     @property
     def computes_here(self) -> bool:
-        return "threads" in ENGINES[self.engine].can
+        return "threads" in ENGINES[self.engine.engine].can
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
@@ -200,12 +129,12 @@ class ScoreSettings(
     @property
     def reads_stdin(self) -> bool:
         """True if the rows come from a pipe."""
-        return PIPE in self.inputs
+        return PIPE in self.input.inputs
 
     @property
     def writes_stdout(self) -> bool:
         """True if the scores go to a pipe."""
-        return self.output == PIPE or (self.output is None and self.reads_stdin)
+        return self.files.output == PIPE or (self.files.output is None and self.reads_stdin)
 
     @property
     def can_resume(self) -> bool:
@@ -214,111 +143,125 @@ class ScoreSettings(
 
     def check(self) -> None:
         self._check_pipes()
-        refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
+        refuse(self.engine.engine, self.engine_needs(), partial(as_typed, type(self)))
         super().check()
+        self.compression.check_rate()
+        self._check_rare()
+        self._check_estimate()
+        self._check_format()
         refuse_combinations(self)
 
     def _check_pipes(self) -> None:
-        if self.reads_stdin and len(self.inputs) > 1:
+        if self.reads_stdin and len(self.input.inputs) > 1:
             raise UsageError("INPUT -: stdin is read alone\nput its rows into a file to score it with others")
         if self.can_resume:
             return
         for name in ("resume", "retry_errors", "shard", "partition"):
-            if getattr(self, name):
+            if self.value(name):
                 option = as_typed(type(self), name)
                 raise UsageError(f"{option} cannot be combined with -: a pipe begins anew each time\nname files")
 
+    def _check_rare(self) -> None:
+        rare = self.exits.rare_option
+        if rare is None:
+            return
+        from prefillcli.prompts.labels import parse_labels
+
+        if len(parse_labels(self.answers.labels)) != 2:
+            raise UsageError(
+                f"{rare}: a row that does not have the first label must have the other one\nname two --labels"
+            )
+
+    def _check_estimate(self) -> None:
+        rows = self.estimate.estimate
+        if rows is not None and self.input.sample != rows:
+            raise UsageError(f"--estimate {rows} draws its rows itself, from the whole input\nleave --sample out")
+
+    def _check_format(self) -> None:
+        form = None if self.files.output is None else format_of(self.files.output)
+        if self.requests.format is not None and (form is None or form.parquet or form.delimiter):
+            raise UsageError(
+                f"--format {self.requests.format}: requests are answered in JSON Lines\n"
+                "give --output a path that ends in .jsonl"
+            )
+
     def take_encoder(self, model: object) -> None:
-        if self.engine == "vllm":
+        if self.engine.engine == "vllm":
             raise UsageError("--engine vllm: the model is an encoder\nleave --engine out, or take --engine hf")
         refuse_of_encoder(self.engine_needs(), partial(as_typed, type(self)))
-
-    @property
-    def shard_of(self) -> Shard | None:
-        """The share of the rows that this run scores; None for all."""
-        return None if self.shard is None else Shard.parse(self.shard)
 
     def engine_needs(self) -> dict[str, Capability]:
         """Return the ability that the engine must have, by the option that needs it: only options that are not at
         their default."""
         found: dict[str, Capability] = {}
-        for name, field in type(self).model_fields.items():
+        for name, field in self.options().items():
             needed = details_of(type(self), name).needs
-            if needed and getattr(self, name) != field.default:
+            if needed and self.value(name) != field.default:
                 found[name] = needed
         return found
 
 
-class InspectSettings(
-    AskOptions,
-    StreamingOptions,
-    AdapterOptions,
-    BatchInput,
-    ExitProfileOptions,
-    InspectOptions,
-    DeterminismOptions,
-    WritingOptions,
-    EvidenceOptions,
-    RunOptions,
-    PlacementOptions,
-    JobOptions,
-):
-    """All options of `prefill inspect`."""
+class ShownOptions(Options):
+    """The row that is shown, and the page."""
 
     row: str | None = option(
         None,
         "Number of the row from 0, or with --id-column its id. (default: the first row)",
-        FILES,
+        INPUT,
         level="first",
         changes="rows",
         metavar="ID",
     )
-    id_column: str | None = option(
-        None,
-        "Column that names a row. (default: the row number)",
-        FILES,
-        level="first",
-        changes="columns",
-        metavar="NAME",
-    )
     question: str | None = option(
         None,
         "Of several questions, the one whose prompt is shown. (default: the first)",
-        FILES, changes="rows", metavar="NAME",
-    )  # fmt: skip
-    format: Literal["openai", "systemone"] | None = option(
-        None,
-        "Whose requests with typed questions the rows are. (default: as the first row is)",
-        FILES, changes="scores", metavar="openai|systemone",
+        INPUT, changes="rows", metavar="NAME",
     )  # fmt: skip
     html: str | None = option(
         None,
         "Also write an HTML page to this file.",
-        FILES,
+        OUTPUT,
         level="first",
         changes="files",
         metavar="PATH",
         path="page",
     )
 
+
+class InspectSettings(JobSettings):
+    """All options of `prefill inspect`."""
+
+    compression: RateOptions
+    layers: LayerOptions
+    rationales: WritingOptions
+    exit_profile: ExitProfileOptions
+    requests: RequestOptions
+    adapters: AdapterOptions
+    asking: AskOptions
+    shown: ShownOptions
+    ids: IdOptions
+
     def check(self) -> None:
         super().check()
+        if self.compression.keep == "auto":
+            raise UsageError("--keep auto is for a whole job: give a rate")
+        self.compression.check_rate()
         refuse_combinations(self)
 
 
-class ProfileSettings(
-    ProfileOptions,
-    PriceOptions,
-    MeasuringOptions,
-    ScheduledOptions,
-):
-    """All options of `prefill profile`."""
+class ProfiledInput(InputOptions):
+    """The rows whose cost is predicted, if any."""
 
     inputs: tuple[str, ...] = argument(
         (),
         "Parquet, JSONL or CSV: files, directories, globs or URLs. Shows what is in it and what scoring it takes.",
         changes="scores", path="rows",
     )  # fmt: skip
+
+
+class MeasuredOptions(Options):
+    """What is measured, for how long, and where the figures go."""
+
     full: bool = option(
         False,
         "All modes, longer measurements: tens of minutes; hours for a large model.",
@@ -343,15 +286,24 @@ class ProfileSettings(
     output: str = option(
         "profile.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, level="first", changes="files", short="-o", metavar="PATH", path="profile",
+        OUTPUT, level="first", changes="files", short="-o", metavar="PATH", path="profile",
     )  # fmt: skip
+
+
+class ProfileSettings(JobSettings):
+    """All options of `prefill profile`."""
+
+    input: ProfiledInput
+    compression: RateOptions
+    run: MeasuringOptions
+    price: PriceOptions
+    measured: MeasuredOptions
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        of_input: tuple[type[Settings], ...] = (PriceOptions, InputOptions, PromptOptions, DraftOptions, MemoryOptions)
-        of_input += (ProfileOptions,)
-        names = dict.fromkeys(["schedule", *(name for kind in of_input for name in kind.model_fields)])
+        of_input = ("price", "input", "prompts", "answers", "packs", "compression")
+        names = [name for name, place in cls.places().items() if place in of_input]
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
         require(found, [name for name in names if name not in without], requirements.INPUT)
         return found
@@ -359,51 +311,52 @@ class ProfileSettings(
     def with_defaults(self) -> ProfileSettings:
         """Return these settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
-        if not self.mode:
-            left["mode"] = ("full", "chunked", "hybrid") if self.full else ("full", "hybrid")
-        if self.confirm_seconds is None:
-            left["confirm_seconds"] = 120.0 if self.full else 20.0
-        if self.fit_seconds is None:
-            left["fit_seconds"] = 60.0 if self.full else 10.0
-        return self.model_copy(update=left)
+        full = self.measured.full
+        if not self.measured.mode:
+            left["mode"] = ("full", "chunked", "hybrid") if full else ("full", "hybrid")
+        if self.measured.confirm_seconds is None:
+            left["confirm_seconds"] = 120.0 if full else 20.0
+        if self.measured.fit_seconds is None:
+            left["fit_seconds"] = 60.0 if full else 10.0
+        return self.with_options(left)
 
     def check(self) -> None:
         super().check()
+        if self.input.inputs:  # without rows nothing is compressed, and the option is refused for that
+            if self.compression.keep == "auto":
+                raise UsageError(
+                    "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
+                )
+            self.compression.check_rate()
         refuse_combinations(self)
 
 
-QUICK_ROWS = 60  # rows of INPUT that `prefill bench` compares by default
+QUICK_ROWS = 60  # rows that `prefill bench` compares by default
 
 
-class BenchSettings(
-    AskOptions,
-    ExitMethodOptions,
-    BenchOptions,
-    MeasuringOptions,
-    ScheduledOptions,
-):
-    """All options of `prefill bench`."""
+class ContestInput(InputOptions):
+    """The rows that are read by several methods, if any."""
 
-    full: bool = option(
-        False,
-        "All methods, long prompts, all rows of INPUT: minutes to hours.",
-        BENCH, level="first", changes="report",
-    )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (),
-        "Parquet, JSONL or CSV: files, directories, globs or URLs. Without it: generated prompts.",
+        "Parquet, JSONL or CSV: files, directories, globs or URLs. Without it: sample rows.",
         changes="scores",
         path="rows",
     )
     seed: int = option(
         0,
-        "Seed for --sample, generated prompts and random selections.",
-        FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
+        "Seed for --sample and random selections.",
+        INPUT, changes="rows", metavar="N", requires=requirements.RANDOM,
     )  # fmt: skip
-    workload: Literal["needle"] = option(
-        "needle",
-        "What to generate without INPUT: needle, questions about one line of a long history.",
-        BENCH, level="first", changes="rows",
+
+
+class ContestOptions(Options):
+    """The methods that are compared, and where the figures go."""
+
+    full: bool = option(
+        False,
+        "All methods, long prompts, all rows of INPUT: minutes to hours.",
+        BENCH, level="first", changes="report",
     )  # fmt: skip
     method: WordList = option(
         (),
@@ -413,47 +366,41 @@ class BenchSettings(
         "vllm)",
         BENCH, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    rows: int = option(60, "Rows to generate without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2)
-    tokens: int | None = option(
-        None,
-        "Most tokens in a generated prompt. (default: 1000, with --full 4000)",
-        BENCH, level="first", changes="rows", metavar="N", ge=64,
-    )  # fmt: skip
-    scale: float = option(
-        1.0, "Multiplies --rows and --tokens.", BENCH, level="first", changes="rows", metavar="FACTOR", gt=0
-    )
     rounds: int = option(
         3,
         "Timed rounds after one warm-up round; 0: take the times of the warm-up.",
         BENCH, level="first", changes="report", metavar="N", ge=0,
     )  # fmt: skip
-    truth: str | None = option(
-        None,
-        "Column of INPUT with the right answer, for accuracy and AUC; of several questions NAME=COLUMN,...",
-        BENCH, level="first", changes="report", metavar="COLUMN",
-    )  # fmt: skip
     output: str = option(
         "bench.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, level="first", changes="files", short="-o", metavar="PATH", path="bench",
+        OUTPUT, level="first", changes="files", short="-o", metavar="PATH", path="bench",
     )  # fmt: skip
+
+
+class BenchSettings(JobSettings):
+    """All options of `prefill bench`."""
+
+    input: ContestInput
+    compression: RatesOptions
+    run: MeasuringOptions
+    learning: ExitMethodOptions
+    asking: AskOptions
+    contest: ContestOptions
+    truth: TruthOptions
 
     def with_defaults(self) -> BenchSettings:
         """Return these settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
-        if self.tokens is None:
-            left["tokens"] = 4000 if self.full else 1000
-        if self.inputs and self.limit is None and self.sample is None and not self.full:
+        rows = self.input
+        if rows.limit is None and rows.sample is None and not self.contest.full:
             left["limit"] = QUICK_ROWS
-        return self.model_copy(update=left)
+        return self.with_options(left)
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_PROMPTS)
         for_input = (
-            "limit",
-            "sample",
             "csv_separator",
             "csv_quoting",
             "template",
@@ -466,44 +413,91 @@ class BenchSettings(
         return found
 
     @property
+    def uses_draft(self) -> bool:
+        draft = self.compression
+        opened = self.lm.model is None if draft.draft is None else not draft.drafts_itself
+        return opened and any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft")
+
+    @property
+    def counts_votes(self) -> bool:
+        return self.uses_draft or self.compares("self-draft")
+
+    @property
+    def picks_itself(self) -> bool:
+        return any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "self")
+
+    @property
+    def compresses(self) -> bool:
+        return self.uses_draft or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
+
+    @property
     def is_random(self) -> bool:
-        return not self.inputs or super().is_random
+        return self.compares("random") or super().is_random
+
+    def compares(self, method: str) -> bool:
+        """Return whether a method that drops tokens is compared: if one was named, or by default where there is a
+        draft."""
+        draft = self.compression
+        if self.contest.method:
+            return method in self.contest.method
+        if draft.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
+            return False
+        quick = ("self-draft" if draft.drafts_itself else "specprefill", "random")
+        return (draft.draft is not None or self.lm.model is None) and (self.contest.full or method in quick)
+
+    def check(self) -> None:
+        super().check()
+        draft = self.compression
+        if draft.draft in CONTROLS:
+            raise UsageError(f"--draft {draft.draft}: give --method {draft.draft}, beside the draft to compare")
+        if not draft.keep:
+            raise UsageError("--keep: give a rate above 0 and up to 1")
+        for name in self.contest.method:
+            if name in PICKERS and PICKERS[name].needs == "draft" and not self.uses_draft:
+                raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
+            if name == "bm25":
+                require_extra("bm25", "--method bm25")
+        if FIRST_METHOD.met(self) and not self.learning.first:
+            raise UsageError("--method first needs --first: a small model that reads every row first, or words")
 
 
-# All options of `prefill doctor`.
-
-
-class DoctorSettings(BudgetOptions, ModelOptions):
-    """All options of `prefill doctor`."""
+class ExaminedModel(ModelOptions):
+    """The model that a run would take, if any."""
 
     model: str | None = option(
         None,
-        "Also show what a run would do with this model: a directory, a GGUF file or a hub name.",
+        "Also show how a run would use this model: a directory, a GGUF file or a hub name.",
         MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
     )  # fmt: skip
-    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
-# All options of `prefill merge`.
+class DoctorSettings(ModelSettings):
+    """All options of `prefill doctor`."""
+
+    lm: ExaminedModel
+    packs: BudgetOptions
 
 
-class MergeSettings(
-    GateOptions,
-    EndingOptions,
-    LogOptions,
-):
+class MergeSettings(Settings):
     """All options of `prefill merge`."""
 
-    output: str = argument(
-        ...,
-        "The --output that the shards were given: their folders lie beside it.",
-        changes="files",
-        path="output",
-        min_length=1,
-    )
-    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+    files: MergedOptions
+    gates: GateOptions
+    log: LogOptions
+    run: QuietOptions
+
+    @property
+    def finishes(self) -> bool:
+        """True if the run finishes an output of all rows."""
+        return True
+
+
+class CalibrateSettings(Settings):
+    """All options of `prefill calibrate`."""
+
+    labelled: LabelledOptions
+    fit: FitOptions
+    run: QuietOptions
 
 
 # The commands that take options, by name.

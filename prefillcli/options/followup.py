@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefillcli.errors import UsageError
 from prefillcli.options.groups import DEFAULT_TEMPLATE
-from prefillcli.options.option import RATIONALES, Settings, option
+from prefillcli.options.option import RATIONALES, Options, option
 from prefillcli.options.requirements import Requirement, asks_more
 
-SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
+SpeculationName = Literal["off", "lookup", "retrieval", "draft", "hierarchy"]
 
 
 BY_DRAFT = ("draft", "hierarchy")  # ways to speculate that need a draft model
 
 
-RATIONALE = Requirement(lambda s: s.rationale > 0, "needs --rationale", "give --rationale 64")
+RATIONALE = Requirement(lambda s: s.rationales.rationale > 0, "needs --rationale", "give --rationale 64")
 
 
 CHOSEN_ROWS = Requirement(
@@ -26,39 +25,39 @@ CHOSEN_ROWS = Requirement(
 
 
 CONDITION = Requirement(
-    lambda s: CHOSEN_ROWS.met(s) and s.rationale_when is not None,
+    lambda s: CHOSEN_ROWS.met(s) and s.chosen.rationale_when is not None,
     "needs --rationale-when",
     "give --rationale-when 'score > 0.4 and score < 0.6'",
 )
 
 
 DRAWN_RATIONALES = Requirement(
-    lambda s: s.rationale > 0 and s.rationale_temperature > 0,
+    lambda s: s.rationales.rationale > 0 and s.rationales.rationale_temperature > 0,
     "needs a --rationale-temperature above 0",
     "give --rationale-temperature 0.7",
 )
 
 
 SPECULATION = Requirement(
-    lambda s: s.speculates,
+    lambda s: s.rationales.speculates,
     "needs --rationale with speculation",
     "give --rationale, and --speculation other than off",
 )
 
 
 RETRIEVAL = Requirement(
-    lambda s: s.speculates and s.speculation in ("retrieval", "hierarchy"),
+    lambda s: s.rationales.speculates and s.rationales.speculation in ("retrieval", "hierarchy"),
     "needs speculation with a retrieval cache",
     "give --rationale and --speculation retrieval",
 )
 
 
-class WritingOptions(Settings):
-    """The text written after a prompt, if any."""
+class WritingOptions(Options):
+    """The text written after a prompt, and the weighing of its sections, if any."""
 
     rationale: int = option(
         0,
-        "Let the model write up to N tokens after its answer, as its reasons.",
+        "Let the model write up to N tokens of reasons after its answer.",
         RATIONALES, changes="columns", metavar="N", needs="rationales", off=0, ge=0,
     )  # fmt: skip
     rationale_template: str = option(
@@ -68,34 +67,40 @@ class WritingOptions(Settings):
     )  # fmt: skip
     rationale_temperature: float = option(
         0.0,
-        "Draw the tokens at this temperature; 0 takes the likeliest one.",
+        "Sampling temperature; 0 takes the likeliest token.",
         RATIONALES, changes="columns", metavar="T", requires=RATIONALE, off=0, ge=0, allow_inf_nan=False,
     )  # fmt: skip
     rationale_seed: int = option(
         0,
-        "Seed of these draws. The same seed gives a row the same text.",
-        RATIONALES, changes="columns", metavar="N", requires=DRAWN_RATIONALES, ge=0,
+        "Seed for sampling. The same seed gives a row the same text.",
+        RATIONALES, level="rare", changes="columns", metavar="N", requires=DRAWN_RATIONALES, ge=0,
     )  # fmt: skip
     speculation: SpeculationName = option(
         "lookup",
-        "How tokens are guessed ahead, to write faster; the text stays the same. lookup: from prompt and text.",
+        "How to guess tokens ahead, to write faster; the text stays the same. lookup: from prompt and text.",
         RATIONALES, changes="speed", needs="speculation", requires=RATIONALE,
     )  # fmt: skip
     speculation_tokens: int = option(
         6,
         "Most tokens to guess ahead.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=SPECULATION,
+        RATIONALES, level="rare", changes="speed", metavar="N", needs="speculation", requires=SPECULATION,
         ge=1, le=64,
     )  # fmt: skip
     retrieval_budget: int = option(
         4096,
         "Tokens of each prompt that retrieval speculation reads.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+        RATIONALES, level="rare", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
     )  # fmt: skip
     retrieval_chunk: int = option(
         8,
         "Neighbouring tokens that it chooses together.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+        RATIONALES, level="rare", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+    )  # fmt: skip
+
+    evidence: bool = option(
+        False,
+        "Score the row again without each section of its prompt, to show how much each one changes the score.",
+        RATIONALES, changes="columns", needs="evidence",
     )  # fmt: skip
 
     @property
@@ -108,17 +113,9 @@ class WritingOptions(Settings):
         """True if a draft model guesses tokens ahead."""
         return self.speculates and self.speculation in BY_DRAFT
 
-    def check(self) -> None:
-        super().check()
-        if self.speculates_by_draft and not getattr(self, "uses_draft", False):
-            raise UsageError(
-                f"--speculation {self.speculation} needs --draft: a small model with the same tokenizer, "
-                "which guesses tokens\nname one, or give --speculation retrieval"
-            )
 
-
-class RationaleOptions(WritingOptions):
-    """The rows that are written about, and how."""
+class ChosenOptions(Options):
+    """The rows that are asked about further."""
 
     rationale_when: str | None = option(
         None,
@@ -129,14 +126,4 @@ class RationaleOptions(WritingOptions):
         None,
         "Only the first N rows that --rationale-when chooses.",
         RATIONALES, changes="columns", metavar="N", requires=CONDITION, ge=1,
-    )  # fmt: skip
-
-
-class EvidenceOptions(Settings):
-    """The weighing of the sections of prompts."""
-
-    evidence: bool = option(
-        False,
-        "Score the row again without each section of its prompt, to show how much each one changes the score.",
-        RATIONALES, changes="columns", needs="evidence",
     )  # fmt: skip

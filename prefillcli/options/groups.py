@@ -5,32 +5,32 @@ from __future__ import annotations
 import json
 import re
 from datetime import date
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.engines.registry import ENGINES
-from prefillcli.errors import UsageError, brief
+from prefillcli.errors import brief
 from prefillcli.options import requirements
+from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import (
     ANSWERS,
-    COMPRESSION,
-    FILES,
+    INPUT,
     MEMORY,
     MODEL,
+    OUTPUT,
     PROMPTS,
     RUN,
     WORKERS,
-    Settings,
+    Options,
     argument,
     option,
 )
-from prefillcli.plan import DEFAULT, SCHEDULES
+from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.lists import non_empty, split_list
-from prefillcli.rows.output import Shard
+from prefillcli.rows.output import FILE_ENDINGS, Shard
 from prefillcli.runtime.memory import parse_size
 
-QUOTED = "An item with a comma is put in quotes: 'a,\"b, c\"'."  # of lists of names, as `split_list` reads them
+QUOTED = "Quote a name that has a comma: 'a,\"b, c\"'."  # of lists of names, as `split_list` reads them
 
 
 def split_names(value: object) -> tuple[str, ...]:
@@ -178,10 +178,6 @@ TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 WordList = Annotated[tuple[str, ...], BeforeValidator(split_repeated)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(count_or_auto)]
-if TYPE_CHECKING:
-    ScheduleName = str
-else:
-    ScheduleName = Literal[tuple(SCHEDULES)]
 DeviceName = Annotated[str, AfterValidator(_check_device)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 RowRange = Annotated[str, BeforeValidator(_check_rows)]
@@ -199,54 +195,28 @@ CONTROLS = ("random", "bm25")  # as `--draft`: ways to pick tokens that a draft 
 DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text after a prompt
 
 
-class DraftOptions(Settings):
-    """A small model beside the model, which picks or guesses tokens."""
-
-    draft: str | None = option(
-        None,
-        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers. random, bm25: "
-        "no model, but random chunks, or the sentences most like the question, to compare it with.",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self|random|bm25", path="model",
-    )  # fmt: skip
-    draft_tokenizer: Literal["same", "translate"] = option(
-        "same",
-        "translate: a draft with another tokenizer reads the prompts' text in its own tokens.",
-        COMPRESSION, changes="scores", requires=requirements.DRAFT,
-    )  # fmt: skip
-
-    @property
-    def drafts_itself(self) -> bool:
-        """True if the model is its own draft."""
-        return self.draft == SELF
-
-    @property
-    def uses_draft(self) -> bool:
-        """True if another model is the draft."""
-        return self.draft not in (None, SELF, *CONTROLS)
-
-
-class InputOptions(Settings):
+class InputOptions(Options):
     """The rows that are read."""
 
     inputs: tuple[str, ...] = argument(
         ..., "Parquet, JSONL or CSV: files, directories, globs or URLs.", changes="scores", path="rows", min_length=1
     )
     limit: int | None = option(
-        None, "Take the first N rows only.", FILES, level="first", changes="rows", metavar="N", ge=1
+        None, "Take the first N rows only.", INPUT, level="first", changes="rows", metavar="N", ge=1
     )
-    sample: int | None = option(None, "Take N rows drawn at random.", FILES, changes="rows", metavar="N", ge=1)
-    seed: int = option(0, "Seed for --sample.", FILES, changes="rows", metavar="N", requires=requirements.RANDOM)
+    sample: int | None = option(None, "Take N rows drawn at random.", INPUT, changes="rows", metavar="N", ge=1)
+    seed: int = option(0, "Seed for --sample.", INPUT, changes="rows", metavar="N", requires=requirements.RANDOM)
     csv_separator: SeparatorName = option(
         "auto",
-        "What separates the fields of CSV files: a character, tab, or none where each line is one field. auto: that "
-        "of , ; | and tab under which the header and the first rows agree.",
-        FILES, changes="rows", metavar="CHAR|tab|none|auto",
+        "What separates CSV fields: a character, tab, or none for a single column. auto: the one of , ; | and tab "
+        "on which the header and the first rows agree.",
+        INPUT, changes="rows", metavar="CHAR|tab|none|auto",
     )  # fmt: skip
     csv_quoting: Literal["auto", "quotes", "none"] = option(
         "auto",
-        "quotes: fields of CSV files may be in quotes, and then hold separators and line breaks. none: a quote is a "
+        "quotes: CSV fields may be in quotes, and then hold separators and line breaks. none: a quote is a "
         "character like any other. auto: none between tabs, unless the header has quotes; else quotes.",
-        FILES, changes="rows",
+        INPUT, changes="rows",
     )  # fmt: skip
 
     @property
@@ -254,13 +224,8 @@ class InputOptions(Settings):
         """The options of `Source.open` for CSV files."""
         return {"csv_separator": self.csv_separator, "csv_quoting": self.csv_quoting}
 
-    @property
-    def is_random(self) -> bool:
-        """True if anything is drawn at random."""
-        return self.sample is not None
 
-
-class ModelOptions(Settings):
+class ModelOptions(Options):
     """The model, and the place where it runs."""
 
     model: str | None = option(
@@ -284,29 +249,24 @@ class ModelOptions(Settings):
     head: Literal["auto", "vocabulary", "probability", "value"] = option(
         "auto",
         "What to read from the model: the next token (vocabulary), or the probabilities or raw values of its "
-        "classification or reward head. auto: as in config.json.",
+        "classification or reward head. auto: as config.json says.",
         MODEL, changes="scores",
     )  # fmt: skip
     threads: ThreadCount = option(
         "auto",
-        "CPU threads to compute with; auto: one for each usable core, fewer while other programs are busy.",
+        "CPU threads; auto: one for each usable core, fewer while other programs are busy.",
         MODEL, changes="speed", metavar="N|auto", needs="threads",
     )  # fmt: skip
     gguf_cache: ByteSize = option(
         "20GiB",
-        "Room for what is made of GGUF files in the user's cache. What was used longest ago goes first, and any not "
-        "used for 30 days; never one in use.",
-        MODEL, level="settled", changes="speed", metavar="SIZE",
+        "Most disk space in the user's cache for files made from GGUF models. The least recently used go first, "
+        "and any not used for 30 days; never one in use.",
+        MODEL, level="rare", changes="speed", metavar="SIZE",
     )  # fmt: skip
 
-    @property
-    def computes_here(self) -> bool:
-        """True if this process, or its workers, run the model with that many threads."""
-        return True
 
-
-class PromptOptions(Settings):
-    """The way from a row to a prompt with answers."""
+class PromptOptions(Options):
+    """The way from a row to a prompt."""
 
     prompt_column: str = option(
         "prompt",
@@ -315,7 +275,7 @@ class PromptOptions(Settings):
     )  # fmt: skip
     template: str | None = option(
         None,
-        "Jinja template, or a file with one, rendered with the row's columns.",
+        "To write the whole prompt yourself: a Jinja template of the row's columns, or a file with one.",
         PROMPTS, level="first", changes="scores", metavar="JINJA", path="template", text=True,
     )  # fmt: skip
     chat: bool | None = option(
@@ -326,9 +286,9 @@ class PromptOptions(Settings):
     )
     thinking: Literal["auto", "off", "on"] = option(
         "auto",
-        "Where a chat template lets the model think first. auto: the prompt ends where the answer begins. off: an "
-        "empty thought also where the template does not mention thoughts, or an error. on: the prompt ends as the "
-        "template ends it, with thinking switched on.",
+        "What to do where a chat template lets the model think first. auto: end the prompt where the answer "
+        "begins. off: the same, with an empty thought even if the template does not mention thoughts, or refuse. "
+        "on: end the prompt as the template does, with thinking switched on.",
         PROMPTS, changes="scores",
     )  # fmt: skip
     chat_option: ChatVariables = option(
@@ -339,7 +299,7 @@ class PromptOptions(Settings):
     )  # fmt: skip
     answer_prefix: str | None = option(
         None,
-        "Text that opens the assistant's turn, before the answer; control tokens are allowed.",
+        "Text that begins the assistant's turn, before the answer; may have control tokens.",
         PROMPTS, changes="scores", metavar="TEXT", text=True,
     )  # fmt: skip
     max_length: int | None = option(
@@ -352,13 +312,13 @@ class PromptOptions(Settings):
     )
     on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"] = option(
         "error",
-        "What to do with longer prompts. truncate-* cuts the texts of the row, and no template.",
+        "What to do with longer prompts. truncate-* cuts the row's texts, not the template.",
         PROMPTS,
         changes="scores",
     )
     empty_text: Literal["skip", "error"] = option(
         "skip",
-        "What to do with a row whose text is null or blank. skip: it has no answer and is counted apart, not as an "
+        "What to do with a row whose text is null or blank. skip: it gets no answer and does not count as an "
         "error. error: it is an error row.",
         PROMPTS,
         changes="scores",
@@ -366,8 +326,8 @@ class PromptOptions(Settings):
 
     literal: bool = option(
         True,
-        "Control tokens in the data are plain text: only templates and the tokenizer may add real ones. (default: "
-        "--literal)",
+        "Treat control tokens in the data as plain text: only templates and the tokenizer may add real ones. "
+        "(default: --literal)",
         PROMPTS, changes="scores", negative="allow-special",
     )  # fmt: skip
     max_row_bytes: ByteSize | None = option(
@@ -377,20 +337,24 @@ class PromptOptions(Settings):
         PROMPTS, changes="scores", metavar="SIZE",
     )  # fmt: skip
 
+
+class LabelOptions(Options):
+    """The labels, and their probabilities."""
+
     labels: LabelTexts = option(
         "Yes,No",
-        "Answers of any length, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, "
+        "Possible answers, the positive one first; 'Yes= Yes|yes|YES' sums spellings. For a classification head, its "
         "classes. " + QUOTED,
         ANSWERS, level="first", changes="scores", metavar="LABELS", text=True,
     )  # fmt: skip
     label_norm: Literal["none", "tokens", "bytes"] = option(
         "none",
-        "Divide each label's log-probability by its number of tokens or bytes before labels are compared.",
+        "Divide each label's log-probability by its length in tokens or bytes before labels are compared.",
         ANSWERS, changes="scores", metavar="none|tokens|bytes",
     )  # fmt: skip
     label_end: str | None = option(
         None,
-        "Text after every label, or eos for the model's end token. Needed if one label begins another.",
+        "Text after every label, or eos for the model's end token; needed if one label begins another.",
         ANSWERS, changes="scores", metavar="TEXT|eos", text=True,
     )  # fmt: skip
     temperature: float = option(
@@ -406,15 +370,15 @@ class PromptOptions(Settings):
     @property
     def labels_given(self) -> bool:
         """True if the user has asked for these labels."""
-        return "labels" in self.model_fields_set
+        return self.is_given("labels")
 
 
-class BudgetOptions(Settings):
+class BudgetOptions(Options):
     """The memory that may be taken."""
 
     memory: ByteSize | None = option(
         None,
-        "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
+        "Memory for activations and K,V, e.g. 8GiB. (default: what is free)",
         MEMORY, level="first", changes="speed", metavar="SIZE", needs="memory",
     )  # fmt: skip
 
@@ -430,56 +394,65 @@ class MemoryOptions(BudgetOptions):
     chunk_tokens: int | None = option(
         None,
         "Tokens that go through a layer at a time. (default: from the model)",
-        MEMORY, changes="speed", metavar="N", needs="packs", ge=1,
+        MEMORY, level="rare", changes="speed", metavar="N", needs="packs", ge=1,
     )  # fmt: skip
     prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
         "auto",
-        "K,V of prefixes that later packs need: discard and compute again, keep on the device, or offload to host "
-        "memory.",
-        MEMORY, changes="speed", needs="packs",
+        "What to do with K,V of prefixes that later packs need: discard them and compute again, keep them on the "
+        "device, or offload them to host memory.",
+        MEMORY, level="rare", changes="speed", needs="packs",
     )  # fmt: skip
 
 
-class PlacementOptions(Settings):
-    """The place of the parts of a pack that does not fit the device, and the way to call layers."""
+STREAMABLE = Requirement(
+    lambda s: s.layers.weights != "resident",
+    "has no effect with --weights resident",
+    "give --weights stream or auto",
+)
+
+
+class LayerOptions(Options):
+    """The way through the layers: the place of weights and of the residual stream, and the kernels."""
 
     hidden: Literal["auto", "device", "host"] = option(
         "auto",
-        "Where the residual stream of a pack is: on the device, or in host memory for longer prompts. auto: on the "
-        "host if CUDA streams the weights.",
-        MEMORY, level="settled", changes="speed", needs="streaming",
+        "Where the residual stream of a pack is: on the device, or in host memory, for longer prompts. auto: in "
+        "host memory if CUDA streams the weights.",
+        MEMORY, level="rare", changes="speed", needs="streaming",
     )  # fmt: skip
     compile: bool = option(
         False,
-        "Compile the layers with torch.compile: some minutes at the start, and fewer kernels on CUDA.",
+        "Compile the layers with torch.compile: takes minutes at the start, and saves kernels on CUDA.",
         MEMORY, changes="speed", needs="compilation",
     )  # fmt: skip
-
-
-class LoadingOptions(DraftOptions, MemoryOptions, ModelOptions):
-    """The loading of models, and the amount computed at a time."""
-
-
-class JobOptions(LoadingOptions, PromptOptions, InputOptions):
-    """Everything about one prompt: where it comes from, and how it is computed."""
-
-    def take_encoder(self, model: object) -> None:
-        """Accept that the model in this folder is an encoder. Raise UsageError where that has no meaning."""
-        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is not an encoder")
-
-
-class ScheduledOptions(JobOptions):
-    """Everything about many prompts, which are computed in some order."""
-
-    schedule: ScheduleName = option(
-        DEFAULT,
-        "Order in which rows are computed: by shared prefix, as they come, shortest first, or fewest uncached tokens "
-        "first.",
-        MEMORY, changes="speed",
+    weights: Literal["auto", "resident", "stream"] = option(
+        "auto",
+        "Where the layers' weights are: resident in memory, or streamed from the files during the run. auto: "
+        "streamed if they do not fit, and on CPUs if the files have them packed.",
+        MEMORY, changes="speed", needs="streaming",
+    )  # fmt: skip
+    weights_memory: ByteSize | None = option(
+        None,
+        "Most memory for weights, e.g. 12GiB; the others are streamed. (default: what is free, a quarter of it "
+        "for streamed weights, 512MiB for packed ones)",
+        MEMORY, changes="speed", metavar="SIZE", needs="streaming", requires=STREAMABLE,
+    )  # fmt: skip
+    deterministic: bool = option(
+        False,
+        "Make each row's score the same bit for bit, whatever its neighbours, their order, packs, threads and "
+        "workers.",
+        RUN, changes="scores", needs="determinism",
     )  # fmt: skip
 
 
-class RunOptions(Settings):
+class QuietOptions(Options):
+    """What a command says on stderr."""
+
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+
+class RunOptions(QuietOptions):
     """Messages and progress during a run."""
 
     progress_interval: float = option(
@@ -487,11 +460,9 @@ class RunOptions(Settings):
         "Seconds between progress lines when not on a terminal; each line has the local time and its UTC offset.",
         RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
-    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
-class LogOptions(Settings):
+class LogOptions(Options):
     """The marks by which a run is found among others."""
 
     log_format: Literal["text", "json"] = option(
@@ -516,7 +487,7 @@ class MeasuringOptions(RunOptions):
     )  # fmt: skip
 
 
-class PriceOptions(Settings):
+class PriceOptions(Options):
     """The price of a machine."""
 
     price_per_hour: float | None = option(
@@ -526,7 +497,47 @@ class PriceOptions(Settings):
     )  # fmt: skip
 
 
-class WorkerOptions(Settings):
+class PredictionOptions(Options):
+    """Predictions, and the run that only predicts."""
+
+    dry_run: bool = option(
+        False,
+        "Only read, tokenise and plan: lengths, sharing, packs, predicted time. Loads no weights.",
+        RUN, level="first", changes="report", needs="forecast",
+    )  # fmt: skip
+    profile: str | None = option(
+        None,
+        "Profile written by prefill profile, to predict times. (default: profile.json, if it exists and fits)",
+        RUN, changes="speed", metavar="PATH", path="file", needs="forecast",
+    )  # fmt: skip
+
+
+class EngineOptions(Options):
+    """What runs the model."""
+
+    engine: EngineName = option(
+        "torch",
+        "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
+        MODEL, changes="scores", metavar="|".join(ENGINES),
+    )  # fmt: skip
+    engine_options: KeyValues = option(
+        {},
+        "Option passed to the engine unchanged; repeatable; a mapping in a recipe.",
+        MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
+    )  # fmt: skip
+
+
+class IdOptions(Options):
+    """The names of rows."""
+
+    id_column: str | None = option(
+        None,
+        "Column that names a row. (default: the row number)",
+        INPUT, level="first", changes="columns", metavar="NAME",
+    )  # fmt: skip
+
+
+class WorkerOptions(Options):
     """The number of processes that compute, and where they run."""
 
     workers: int = option(
@@ -544,14 +555,14 @@ class WorkerOptions(Settings):
     )  # fmt: skip
     worker_resources: Resources = option(
         {},
-        "What Ray reserves for each worker: num_cpus, num_gpus, memory or your own resource; repeatable; a mapping "
-        "in a recipe. (default: a GPU if there are any, and an even share of the CPUs)",
+        "Resources that Ray reserves for each worker: num_cpus, num_gpus, memory or your own; repeatable; a "
+        "mapping in a recipe. (default: a GPU if there are any, and an even share of the CPUs)",
         WORKERS, changes="speed", metavar="NAME=NUMBER", repeatable=True, requires=requirements.RAY, off={},
     )  # fmt: skip
     ray_timeout: float = option(
         300.0,
         "Seconds to wait until Ray has room for a worker.",
-        WORKERS, changes="speed", metavar="SECONDS", requires=requirements.RAY, gt=0,
+        WORKERS, level="rare", changes="speed", metavar="SECONDS", requires=requirements.RAY, gt=0,
     )  # fmt: skip
 
     @property
@@ -560,23 +571,23 @@ class WorkerOptions(Settings):
         return self.workers > 1 or self.runner != "local"
 
 
-class EndingOptions(Settings):
+class EndingOptions(Options):
     """The files that are written at the end of a job, and its judgement."""
 
     overwrite: bool = option(
         False,
         "Replace an existing output, and any other file at the paths of the report, metrics, rejects and review.",
-        FILES, level="first", changes="files",
+        OUTPUT, level="first", changes="files",
     )  # fmt: skip
     report: str | None = option(
         None,
         "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",
-        FILES, changes="files", metavar="PATH", path="report",
+        OUTPUT, changes="files", metavar="PATH", path="report",
     )  # fmt: skip
     metrics_file: str | None = option(
         None,
         "Also write metrics for the Prometheus textfile collector to this file, e.g. prefill.prom.",
-        FILES, changes="files", metavar="PATH", path="metrics",
+        OUTPUT, changes="files", metavar="PATH", path="metrics",
     )  # fmt: skip
     max_error_rate: float = option(
         0.0,
@@ -589,3 +600,56 @@ class EndingOptions(Settings):
         le=1,
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")
+
+
+PIPE = "-"  # stdin as INPUT, stdout as output
+
+
+class OutputOptions(EndingOptions):
+    """The output, what it has besides the answers, and how it is begun or continued."""
+
+    output: str | None = option(
+        None,
+        f"Where the scores go: {', '.join(FILE_ENDINGS)}, a folder (ending in /), or - for stdout. "
+        "(default: INPUT.scores.parquet; of stdin, stdout)",
+        OUTPUT, level="first", changes="files", short="-o", metavar="PATH", path="output",
+    )  # fmt: skip
+    keep_columns: NameList = option(
+        (),
+        "Input columns to copy to the output, comma-separated. * stands for all. " + QUOTED,
+        OUTPUT,
+        level="first",
+        changes="columns",
+        metavar="NAMES",
+    )
+    partition: bool = option(
+        False, "Write the scores into folders named as in the input, e.g. day=2026-01-01/.", OUTPUT, changes="columns"
+    )
+    shard: ShardName | None = option(
+        None,
+        "Score only the I-th of N shares of the rows, e.g. one on each machine; prefill merge joins them.",
+        OUTPUT, changes="files", metavar="I/N",
+    )  # fmt: skip
+    resume: bool = option(False, "Continue this job where it stopped.", OUTPUT, level="first", changes="files")
+    rejects: str | None = option(
+        None,
+        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
+        OUTPUT, changes="files", metavar="PATH", path="rejects",
+    )  # fmt: skip
+
+    @property
+    def shard_of(self) -> Shard | None:
+        """The share of the rows that this run scores; None for all."""
+        return None if self.shard is None else Shard.parse(self.shard)
+
+
+class MergedOptions(EndingOptions):
+    """The output whose shards are joined."""
+
+    output: str = argument(
+        ...,
+        "The --output that the shards were given: their folders lie beside it.",
+        changes="files",
+        path="output",
+        min_length=1,
+    )

@@ -7,15 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from prefillcli.errors import UsageError
+from prefillcli.options.asking import AskOptions
 from prefillcli.options.groups import QUOTED, NameList, RowRange, TextList, split_names
-from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
-from prefillcli.options.requirements import ALL_ROWS, Requirement
+from prefillcli.options.option import (
+    ANSWERS,
+    BENCH,
+    EVALUATION,
+    FIT,
+    GATES,
+    INPUT,
+    OUTPUT,
+    Options,
+    argument,
+    option,
+)
+from prefillcli.options.requirements import ALL_ROWS, SHOWN_TEXT, Requirement
 from prefillcli.rows.output import ANSWER
 
-EVALUATION = "Evaluation"
-GATES = "Gates"
-
-TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the right answers with --truth")
+TRUTH = Requirement(lambda s: s.truth.truth is not None, "needs --truth", "name the right answers with --truth")
 
 
 def truths_by_question(truth: str) -> dict[str, str]:
@@ -33,50 +42,61 @@ def truths_by_question(truth: str) -> dict[str, str]:
     return found
 
 
-def truth_columns(settings: Any) -> dict[str, str]:
+def truth_columns(truth: str | None, asking: AskOptions | None) -> dict[str, str]:
     """Return the columns with right answers, by question; the name of the only one is empty. Raises UsageError."""
-    if settings.truth is None:
+    if truth is None:
         return {}
-    if getattr(settings, "asks_once", False):
-        return {ANSWER: settings.truth}
-    if getattr(settings, "questions", None) is None:
-        return {"": settings.truth}
-    return truths_by_question(settings.truth)
+    if asking is None or asking.questions is None:
+        return {"": truth}
+    return {ANSWER: truth} if asking.asks_once else truths_by_question(truth)
 
 
-class EvaluationOptions(Settings):
+class TruthOptions(Options):
     """The right answers that scores are compared with."""
 
     truth: str | None = option(
         None,
-        "Column with the right answer; kept in the output. The report shows what the scores are worth. With "
+        "Column of INPUT with the right answer, for accuracy and AUC; of several questions NAME=COLUMN,...",
+        BENCH, level="first", changes="report", metavar="COLUMN",
+    )  # fmt: skip
+
+
+class KeptTruthOptions(TruthOptions):
+    """The same, kept in the output."""
+
+    truth: str | None = option(
+        None,
+        "Column with the right answer, copied to the output. The report shows how good the answers are. With "
         "--questions, NAME=COLUMN for each of them, comma-separated.",
         EVALUATION, level="first", changes="columns", metavar="COLUMN",
     )  # fmt: skip
+
+
+class EvaluationOptions(Options):
+    """What the report has about scores and right answers."""
+
     wanted_precision: float | None = option(
         None,
         "Report the lowest threshold with this precision, e.g. 0.9, and its recall; for two labels.",
         EVALUATION, changes="report", metavar="SHARE", requires=TRUTH, gt=0, le=1,
     )  # fmt: skip
 
-    @property
-    def truth_columns(self) -> dict[str, str]:
-        """The columns with right answers, by question; the name of the only one is empty."""
-        return truth_columns(self)
-
-    def check(self) -> None:
-        super().check()
-        _ = self.truth_columns  # raises UsageError
+    show_text: bool = option(
+        False,
+        "Show the text of the rows that the report names, and a few rationales. Without it the report has no "
+        "text, and its page one prompt of each question.",
+        EVALUATION, changes="report", requires=SHOWN_TEXT,
+    )  # fmt: skip
 
 
 DRIFT = Requirement(
-    lambda s: s.max_drift is not None,
+    lambda s: s.gates.max_drift is not None,
     "needs --max-drift, which compares with it",
     "give --max-drift 0.05",
 )
 
 
-class GateOptions(Settings):
+class GateOptions(Options):
     """The conditions under which a finished output is not to be trusted."""
 
     expect_rows: RowRange | None = option(
@@ -113,39 +133,38 @@ class GateOptions(Settings):
         return int(first or 0), int(last) if last else None
 
 
-FIT = "Fit"
-
-
 CONTENT = Requirement(
-    lambda s: s.template is not None or s.questions is not None,
+    lambda s: s.prompts.template is not None or s.asking.questions is not None,
     "needs a --template or --questions, whose columns it replaces: which part of a prompt is content cannot be known",
     "write the prompt as a --template",
 )
 
 
-CALIBRATE_WITH = Requirement(lambda s: bool(s.calibrate_with), "needs --calibrate-with", "give --calibrate-with N/A")
+CALIBRATE_WITH = Requirement(
+    lambda s: bool(s.probabilities.calibrate_with), "needs --calibrate-with", "give --calibrate-with N/A"
+)
 
 
 TRUTH_FROM = Requirement(
-    lambda s: s.truth_from is not None,
+    lambda s: s.labelled.truth_from is not None,
     "needs --truth-from",
     "give --truth-from FILE",
     recipe_may_keep=True,
 )
 
 
-ACCURACY = Requirement(lambda s: s.accuracy is not None, "needs --accuracy", "give --accuracy 0.98")
+ACCURACY = Requirement(lambda s: s.fit.accuracy is not None, "needs --accuracy", "give --accuracy 0.98")
 
 
 FITS = Requirement(
-    lambda s: s.accuracy is None,
+    lambda s: s.fit.accuracy is None,
     "has no effect beside --accuracy, which fits nothing",
     "drop --accuracy",
     recipe_may_keep=True,
 )
 
 
-class ProbabilityOptions(Settings):
+class ProbabilityOptions(Options):
     """The probabilities that are written beside the scores."""
 
     calibration: str | None = option(
@@ -155,14 +174,14 @@ class ProbabilityOptions(Settings):
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
-        "Text without content, such as N/A. The model's answer about it is divided out, in the column probability, "
+        "Text without content, such as N/A: the model's answer to it is divided out, in the column probability, "
         "or NAME.calibrated of each question; repeatable.",
         ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=CONTENT, text=True,
     )  # fmt: skip
     calibrate_columns: NameList = option(
         (),
         f"Columns of prompts that --calibrate-with replaces, comma-separated. {QUOTED} (default: all that hold text)",
-        ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
+        ANSWERS, level="rare", changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
     )  # fmt: skip
 
     @property
@@ -171,8 +190,8 @@ class ProbabilityOptions(Settings):
         return self.calibration is not None or bool(self.calibrate_with)
 
 
-class CalibrateSettings(Settings):
-    """The settings of `prefill calibrate`."""
+class LabelledOptions(Options):
+    """Scores of rows, and their right answers."""
 
     scores: str = argument(
         ...,
@@ -186,43 +205,53 @@ class CalibrateSettings(Settings):
         "Column with the right answer: a label, or yes or no, true or false, 1 or 0 for two labels. With --accuracy, "
         "NAME=COLUMN for each of several questions, comma-separated. (default: the columns NAME.right of a review "
         "file)",
-        FILES, changes="report", metavar="COLUMN",
+        INPUT, changes="report", metavar="COLUMN",
     )  # fmt: skip
     truth_from: str | None = option(
         None,
-        "File with the right answers, if the scores have none, such as the file of --review once a person has filled "
-        "it in; rows are matched by id, or by number.",
-        FILES, changes="report", metavar="PATH", path="rows",
+        "File with the right answers, if the scores have none, such as a --review file that a person has filled "
+        "in; rows are matched by id, or by number.",
+        INPUT, changes="report", metavar="PATH", path="rows",
     )  # fmt: skip
     review_blank: Literal["unseen", "confirmed"] = option(
         "unseen",
-        "What a blank right answer in a review file means. confirmed: a person has seen the answer shown, and it is "
-        "right; unseen: nobody has looked.",
-        FILES, changes="report", requires=TRUTH_FROM,
+        "What a blank right answer in a review file means. confirmed: a person saw the answer and it is right; "
+        "unseen: nobody has looked.",
+        INPUT, changes="report", requires=TRUTH_FROM,
     )  # fmt: skip
     id_column: str | None = option(
         None,
         "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
-        FILES, changes="report", metavar="NAME", requires=TRUTH_FROM,
-    )  # fmt: skip
-    output: str = option(
-        "calibration.json",
-        "Where the calibration goes, or the floors. (default: calibration.json, with --accuracy floors.json)",
-        FILES, changes="files", short="-o", metavar="PATH", path="calibration",
+        INPUT, changes="report", metavar="NAME", requires=TRUTH_FROM,
     )  # fmt: skip
     question: str = option(
         "",
         "Question whose scores are calibrated, if the output has several.",
-        FILES, changes="report", metavar="NAME",
+        INPUT, changes="report", metavar="NAME",
+    )  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.truth is None and self.truth_from is None:
+            raise UsageError("no --truth given: name the column with the right answer")
+
+
+class FitOptions(Options):
+    """What is fitted to them, and where it goes."""
+
+    output: str = option(
+        "calibration.json",
+        "Where the calibration goes, or the floors. (default: calibration.json, with --accuracy floors.json)",
+        OUTPUT, changes="files", short="-o", metavar="PATH", path="calibration",
     )  # fmt: skip
     accuracy: float | None = option(
         None,
-        "Fit nothing, but find the lowest probability from which answers are right at this rate, with 95 % "
+        "Instead of fitting, find the lowest probability from which answers are right at this rate, with 95 % "
         "confidence: a floor for --review-below.",
         FIT, changes="report", metavar="RATE", gt=0, lt=1,
     )  # fmt: skip
     per_answer: bool = option(
-        False, "A floor for each answer, from which this answer is right at that rate.",
+        False, "Find a floor for each answer, from which this answer is right at that rate.",
         FIT, changes="report", requires=ACCURACY,
     )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
@@ -234,8 +263,6 @@ class CalibrateSettings(Settings):
         5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", requires=FITS, ge=2, le=100
     )
     seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", requires=FITS, ge=0, lt=2**32)
-    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
     @model_validator(mode="before")
     @classmethod
@@ -245,46 +272,15 @@ class CalibrateSettings(Settings):
             return values | {"output": "floors.json"}
         return values
 
-    def check(self) -> None:
-        super().check()
-        if self.truth is None and self.truth_from is None:
-            raise UsageError("no --truth given: name the column with the right answer")
 
-
-class EstimateOptions(Settings):
+class EstimateOptions(Options):
     """The number of rows that are read for an estimate."""
 
     estimate: int | None = option(
         None,
-        "Read N random rows only, and report the share of each answer in the whole input, with a 95 % interval. With "
-        "--first a small model or words read all rows, which narrows it.",
-        FILES, changes="report", metavar="N", ge=20,
-    )  # fmt: skip
-
-    @model_validator(mode="before")
-    @classmethod
-    def _draw_them(cls, values: Any) -> Any:
-        # The rows are those of --sample N.
-        if isinstance(values, dict) and values.get("estimate") is not None and values.get("sample") is None:
-            return values | {"sample": values["estimate"]}
-        return values
-
-    def check(self) -> None:
-        super().check()
-        sample: int | None = getattr(self, "sample", None)
-        if self.estimate is not None and sample != self.estimate:
-            raise UsageError(
-                f"--estimate {self.estimate} draws its rows itself, from the whole input\nleave --sample out"
-            )
-
-
-class RejectsOptions(Settings):
-    """The place of the error rows."""
-
-    rejects: str | None = option(
-        None,
-        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
-        FILES, changes="files", metavar="PATH", path="rejects",
+        "Read only N random rows, and report the share of each answer in the whole input, with a 95 % interval. "
+        "With --first a small model, or words, reads all rows, which narrows the interval.",
+        INPUT, changes="report", metavar="N", ge=20,
     )  # fmt: skip
 
 
@@ -293,21 +289,23 @@ def _as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-REVIEW_BELOW = Requirement(lambda s: s.review_below is not None, "needs --review-below", "give --review-below 0.9")
+REVIEW_BELOW = Requirement(
+    lambda s: s.review.review_below is not None, "needs --review-below", "give --review-below 0.9"
+)
 
 
-class ReviewOptions(Settings):
+class ReviewOptions(Options):
     """The answers that a person should look at."""
 
     review_below: Annotated[str, BeforeValidator(_as_text)] | None = option(
         None,
-        "Add the column review: the questions of a row whose answer has a probability below P. NAME=P,... is for "
-        "single questions; a file of prefill calibrate --accuracy has a floor for each.",
+        "Add the column review: the questions of a row whose answer has a probability below P. NAME=P,... sets it "
+        "by question; a file of prefill calibrate --accuracy has a floor for each.",
         ANSWERS, changes="columns", metavar="P|FILE", path="file",
     )  # fmt: skip
     review: str | None = option(
         None,
-        "Also write the rows with such an answer or with none to this file, e.g. look.csv, for a person to fill in: "
-        "ids, kept columns, questions, answers, and an empty column NAME.right for each right one.",
-        FILES, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
+        "Also write the rows to review, and those without an answer, to this file, e.g. look.csv, for a person to "
+        "fill in: ids, kept columns, questions, answers, and an empty column NAME.right for each right one.",
+        OUTPUT, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
     )  # fmt: skip

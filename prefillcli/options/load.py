@@ -11,13 +11,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import ValidationError
 
 from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
+from prefillcli.options.keywords import FileOptions, ScorerOptions, StrPath
 from prefillcli.options.option import Settings, as_typed, details_of, unescaped
 from prefillcli.prompts.questions import Question
 from prefillcli.rows.filesystems import read_given, utf8_text
@@ -34,9 +35,6 @@ _PLACES = {
 _MOST_REASON = 400  # characters, of why a value is refused
 ENVIRONMENT_PREFIX = "PREFILL_"
 RECIPE_VARIABLE = ENVIRONMENT_PREFIX + "RECIPE"
-# The present names of options, and of their variables, by earlier ones.
-EARLIER = {"batch_format": "format"}
-_PRESENT = {ENVIRONMENT_PREFIX + old.upper(): ENVIRONMENT_PREFIX + new.upper() for old, new in EARLIER.items()}
 # Kubernetes sets these in every container when the name of a service begins with `prefill`.
 _KUBERNETES_VARIABLE = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$"
@@ -59,19 +57,15 @@ def load_settings(
     for a wrong value, and for an unknown name with the nearest known one.
     """
     given = _Merged()
-    flags = {EARLIER.get(name, name): value for name, value in flags.items()}
-    environment = {_PRESENT.get(name, name): value for name, value in environment.items()}
     recipe = recipe or environment.get(RECIPE_VARIABLE) or None
     if recipe is not None:
-        from prefillcli.options.load import read_recipe  # YAML takes a while to import
-
         for key, value in read_recipe(recipe).items():
-            name = "inputs" if key == "input" else EARLIER.get(key, key)
+            name = "inputs" if key == "input" else key
             if name not in _known_options(kind):
                 raise UsageError(f"{recipe}: unknown key {_shown(key)}{did_you_mean(key, _known_options(kind))}")
             given.set(name, value, f"{recipe}: {key}", "recipe")
     _refuse_unknown_variables(kind, environment)
-    for name in kind.model_fields:
+    for name in kind.options():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if name != "inputs" and environment.get(variable):
             given.set(name, unescaped(kind, name, environment[variable]), variable, "environment")
@@ -81,7 +75,7 @@ def load_settings(
         if flags.get(name) and other not in flags:  # the flag wins over a recipe with the other
             given.values.pop(other, None)
     place = kind.given_by_place()
-    if place is not None and not given.values.get(place) and kind.model_fields[place].is_required():
+    if place is not None and not given.values.get(place) and kind.options()[place].is_required():
         raise UsageError(f"no {_PLACES[place][0]} given: name {_PLACES[place][1]}")
     settings = given.settings(kind)
     settings.check()
@@ -145,12 +139,12 @@ class _Merged:
 
     def settings(self, kind: type[AnySettings]) -> AnySettings:
         """Return all values that this kind of settings has. Raises UsageError for the first wrong one."""
-        known = {name: value for name, value in self.values.items() if name in kind.model_fields}
+        known = {name: value for name, value in self.values.items() if name in kind.options()}
         try:
-            settings = kind.model_validate(known)
+            settings = kind.of(known)
         except ValidationError as error:
             first = error.errors()[0]
-            name = str(first["loc"][0])
+            name = str(first["loc"][1 if len(first["loc"]) > 1 else 0])  # a group, then an option, then a place in it
             reason = reason_of(first)
             if len(reason) > _MOST_REASON:
                 reason = f"{reason[:_MOST_REASON]} ..."
@@ -171,11 +165,11 @@ class _Merged:
             return self._from[name] == "flag"
         if recipe_may_keep:
             return False
-        alone = {key: value for key, value in self._recipe.items() if key in kind.model_fields}
+        alone = {key: value for key, value in self._recipe.items() if key in kind.options()}
         try:
             place = kind.given_by_place()
             least = {} if place is None else {place: ("INPUT",) if place == "inputs" else "x"}
-            return name in kind.model_validate(least | alone).ignored()
+            return name in kind.of(least | alone).ignored()
         except ValidationError:
             return False  # the recipe alone is wrong; a flag or the environment corrects it
 
@@ -187,24 +181,26 @@ def _shown(value: object) -> str:
     return shortened.repr(value)
 
 
-def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any]:
+def rare_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any]:
     """Return the options that `--set NAME=VALUE` gives, by name. Raises UsageError for a name that is not for it."""
     try:
         found = {key.replace("-", "_"): value for key, value in read_mapping(given).items()}
     except ValueError as error:
         raise UsageError(f"--set {' '.join(' '.join(given).split())}: {error}") from None  # on one line
-    names = kind.of_level("settled")
+    names = kind.of_level("rare")
     for name in found:
-        if name in kind.model_fields and name not in names:
+        if name in kind.options() and name not in names:
             raise UsageError(f"--set {name}: this option has a flag\ngive {as_typed(kind, name)}")
         if name not in names:
-            raise UsageError(f"--set {' '.join(name.split())}: there is no such setting{did_you_mean(name, names)}")
+            raise UsageError(
+                f"--set {' '.join(name.split())}: no rare option has this name{did_you_mean(name, names)}"
+            )
     return found
 
 
 def _known_options(kind: type[Settings]) -> set[str]:
     # Names of the options of all commands.
-    return set(kind.model_fields).union(*(command.model_fields for command in COMMANDS.values()))
+    return set(kind.options()).union(*(command.options() for command in COMMANDS.values()))
 
 
 def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, str]) -> None:
@@ -222,114 +218,11 @@ def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, st
                 )
 
 
-StrPath = str | PathLike[str]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
-class ScorerOptions(TypedDict, total=False):
-    """The options of `prefill score` that determine how a row is scored. docs/score.md explains each."""
-
-    template: StrPath | None
-    prompt_column: str
-    pair_column: str | None
-    chat: bool | None
-    system: str | None
-    thinking: Literal["auto", "off", "on"]
-    chat_option: Mapping[str, Any]
-    answer_prefix: str | None
-    max_length: int | None
-    on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
-    empty_text: Literal["skip", "error"]
-    literal: bool
-    max_row_bytes: str | int | None
-    labels: str | Sequence[str]
-    label_norm: Literal["none", "tokens", "bytes"]
-    label_end: str | None
-    label_values: str | Sequence[float]
-    choices_column: str | None
-    ask: str | None
-    options: str | Sequence[str]
-    levels: str | Sequence[str]
-    orders: int
-    questions: StrPath | Sequence[Question | Mapping[str, Any]] | None
-    target_column: str | None
-    token_logprobs: bool
-    stride: int | None
-    temperature: float
-    calibration: StrPath | None
-    calibrate_with: str | Sequence[str]
-    calibrate_columns: str | Sequence[str]
-
-    revision: str | None
-    trust_remote_code: bool
-    head: Literal["auto", "vocabulary", "probability", "value"]
-    device: str
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    threads: int | Literal["auto"]
-    adapter: StrPath | Sequence[str] | Mapping[str, StrPath]
-    adapter_column: str | None
-    engine: str
-    engine_options: Mapping[str, Any]
-
-    memory: str | int | None
-    pack_tokens: int | None
-    chunk_tokens: int | None
-    prefix_kv: Literal["auto", "discard", "keep", "offload"]
-    schedule: str
-    weights: Literal["auto", "resident", "stream"]
-    weights_memory: str | int | None
-    hidden: Literal["auto", "device", "host"]
-    compile: bool
-    deterministic: bool
-
-    draft: StrPath | None
-    draft_tokenizer: Literal["same", "translate"]
-    self_layer: int | None
-    keep: float
-    paper: bool
-    lookahead: int
-    query_window: int
-    query_reduce: Literal["rank", "mean", "max"]
-    pool: int
-    select_chunk: int
-    compress_above: int | Literal["auto"]
-    keep_first: int
-    keep_last: int
-    keep_private: bool
-    compress_per_row: bool
-
-    served_model_name: str | Sequence[str]
-
-    rationale: int
-    rationale_when: str | None
-    rationale_template: str
-    rationale_temperature: float
-    rationale_seed: int
-    evidence: bool
-    speculation: Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
-    speculation_tokens: int
-    retrieval_budget: int
-    retrieval_chunk: int
-
-
-class FileOptions(TypedDict, total=False):
-    """The options of `prefill score` that choose the rows and columns of files."""
-
-    id_column: str | None
-    keep_columns: str | Sequence[str]
-    limit: int | None
-    sample: int | None
-    seed: int
-    csv_separator: str
-    csv_quoting: Literal["auto", "quotes", "none"]
-
-
-class ScoreOptions(ScorerOptions, FileOptions, total=False):
-    """The options of `prefillcli.score`."""
-
-
 def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator: `inspect.signature` lists the options of this kind in place of `**options`, with their
+    """Return a decorator: `inspect.signature` lists the options of this kind instead of `**options`, with their
     defaults, and the docstring explains each with the help of the command line.
 
     So notebooks complete their names, and `help` shows them.
@@ -339,7 +232,7 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
         signature, named = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
         own = [each for each in signature.parameters.values() if each.kind != inspect.Parameter.VAR_KEYWORD]
         own += [
-            inspect.Parameter(name, named, default=ScoreSettings.model_fields[name].default, annotation=annotation)
+            inspect.Parameter(name, named, default=ScoreSettings.options()[name].default, annotation=annotation)
             for name, annotation in get_type_hints(kind).items()
         ]
         function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -353,7 +246,7 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
 
 def _explained(names: Sequence[str]) -> str:
     # A paragraph for each option of `prefill score`.
-    texts = [f"{name}: {' '.join((ScoreSettings.model_fields[name].description or '').split())}" for name in names]
+    texts = [f"{name}: {' '.join((ScoreSettings.options()[name].description or '').split())}" for name in names]
     return "\n".join(
         textwrap.fill(text, 100, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
         for text in texts
@@ -376,7 +269,7 @@ def scorer_settings(
             raise UsageError(
                 f"{owner} has no option {name!r}: it is for files, and belongs to score(path, {name}=...)"
             )
-        if name in ScoreSettings.model_fields:
+        if name in ScoreSettings.options():
             raise UsageError(f"{owner} has no option {name!r}: it is for jobs\ntake the command prefill score")
         raise UsageError(f"{owner} has no option {name!r}{did_you_mean(name, {*known, 'model'})}")
     if options.get("keep") == "auto":
@@ -388,7 +281,7 @@ def scorer_settings(
     return load_settings(ScoreSettings, {"inputs": paths or ("rows",), "quiet": True, **flags}, environment={})
 
 
-_SIZES = {name for name in ScoreSettings.model_fields if details_of(ScoreSettings, name).metavar == "SIZE"}
+_SIZES = {name for name in ScoreSettings.options() if details_of(ScoreSettings, name).metavar == "SIZE"}
 
 
 def _as_flag(name: str, value: Any) -> Any:

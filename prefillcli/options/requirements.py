@@ -29,17 +29,17 @@ class Requirement:
 
 def compresses(settings: Any) -> bool:
     """Return whether these settings let the model read some tokens of a prompt only."""
-    return settings.draft is not None or getattr(settings, "keep", 1) != 1
+    return settings.compression.draft is not None or settings.compression.keep != 1
 
 
 def leaves_early(settings: Any) -> bool:
     """Return whether these settings let rows be decided before the model's last layer."""
-    return bool(getattr(settings, "exit", False) or getattr(settings, "chain", ()))
+    return bool(settings.exits.exit or settings.exits.chain)
 
 
 def asks_more(settings: Any) -> bool:
     """Return whether these settings ask more about rows that are scored."""
-    return bool(getattr(settings, "rationale", 0) or getattr(settings, "evidence", False))
+    return bool(settings.rationales.rationale or settings.rationales.evidence)
 
 
 def _is_on_hub(name: str | None) -> bool:
@@ -48,7 +48,7 @@ def _is_on_hub(name: str | None) -> bool:
 
 DRAFT = Requirement(lambda s: s.uses_draft, "needs a draft model", "give --draft and --keep")
 BOUNDED_FLIPS = Requirement(
-    lambda s: s.keep == "auto" or leaves_early(s),
+    lambda s: s.compression.keep == "auto" or leaves_early(s),
     "needs --keep auto, --exit or --first, whose flips it bounds",
     "give one of them",
 )
@@ -58,7 +58,7 @@ AUDITABLE = Requirement(
     "give --draft and --keep, --exit or --first",
 )
 SHOWN_TEXT = Requirement(
-    lambda s: s.truth is not None or asks_more(s),
+    lambda s: s.truth.truth is not None or asks_more(s),
     "has no effect on a report that names no rows",
     "name the right answers with --truth, or give --rationale or --evidence",
 )
@@ -68,39 +68,33 @@ RANDOM = Requirement(
     "give --sample N",
     recipe_may_keep=True,
 )
-HUB_MODEL = Requirement(lambda s: _is_on_hub(s.model), "needs a model from the hub", "name one with --model")
+HUB_MODEL = Requirement(lambda s: _is_on_hub(s.lm.model), "needs a model from the hub", "name one with --model")
 FORECAST = Requirement(
-    lambda s: s.dry_run,
+    lambda s: s.prediction.dry_run,
     "needs a dry run, which predicts costs",
     "give --dry-run",
     recipe_may_keep=True,
 )
 SCORES = Requirement(
-    lambda s: not s.dry_run,
+    lambda s: not s.prediction.dry_run,
     "has no effect on a dry run, which scores no rows",
     "drop --dry-run",
     recipe_may_keep=True,
 )
 PROGRESS = Requirement(
-    lambda s: not s.quiet,
+    lambda s: not s.run.quiet,
     "has no effect with --quiet",
     "drop --quiet",
     recipe_may_keep=True,
 )
 NO_TEMPLATE = Requirement(
-    lambda s: s.template is None, "has no effect beside --template, which makes the prompt", "drop --template"
+    lambda s: s.prompts.template is None, "has no effect beside --template, which makes the prompt", "drop --template"
 )
-INPUT = Requirement(lambda s: bool(s.inputs), "needs INPUT", "name a file", recipe_may_keep=True)
-MADE_PROMPTS = Requirement(
-    lambda s: not s.inputs,
-    "has no effect on rows of INPUT",
-    "choose rows with --limit or --sample",
-    recipe_may_keep=True,
-)
+INPUT = Requirement(lambda s: bool(s.input.inputs), "needs INPUT", "name a file", recipe_may_keep=True)
 ALL_ROWS = Requirement(
-    lambda s: getattr(s, "shard", None) is None and not getattr(s, "dry_run", False),
+    lambda s: s.finishes,
     "needs all rows of a finished output: a shard has some of them, a dry run none",
     "give it to the run that finishes the output: prefill merge for shards",
     recipe_may_keep=True,
 )
-RAY = Requirement(lambda s: s.runner == "ray", "needs --runner ray", "give --runner ray")
+RAY = Requirement(lambda s: s.processes.runner == "ray", "needs --runner ray", "give --runner ray")

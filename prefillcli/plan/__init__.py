@@ -1,6 +1,7 @@
 """Order and packing: from the prompts of a window to the packs that the engine walks.
 
-The orders are here, one row each; the queue, the options and the manual read them.
+The orders are here, one row each. Jobs take the first, and no order computes less; `python -m benchmarks.details
+schedules` compares the others with it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class WaitingPrompts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An order by name. docs/score.md gives the purpose of each.
+    """An order by name: docs/benchmarks.md compares them.
 
     Prompts are taken by `key`, the smallest first; those with equal keys, or all without a key, depth first through
     the forest. With `calibrated` the next one is chosen anew each time, by algorithm 1 of PrefillOnly.
@@ -39,4 +40,3 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("srjf-calibrated", key=lambda job: job.came, calibrated=True),  # of equal ones the first
     )
 }
-DEFAULT = "prefix-tree"

@@ -122,7 +122,7 @@ def split_whole(roots: list[TrieNode], prompt: int, ends: Sequence[int]) -> list
 
 
 def _take_out(roots: list[TrieNode], inside: Sequence[TrieNode], prompt: int) -> TrieNode:
-    # One node in place of those `inside` (each the child of the one before), for prompts that continue after the last.
+    # One node instead of those `inside` (each the child of the one before), for prompts that continue after the last.
     first, last = inside[0], inside[-1]
     whole = TrieNode(prompt, first.start, last.end, first.parent, last.children)
     for child in whole.children:

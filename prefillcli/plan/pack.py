@@ -27,7 +27,7 @@ class Limits:
 
     With `whole_nodes` a held node is used whole or not at all, because the kept data are valid only after all of its
     tokens, like the state of a recurrent layer. `node_tokens` is the size of the states at a node's end, in held
-    tokens. With `state_step`, nodes with children end at multiples of it (`state_steps`).
+    tokens. With `state_step`, nodes with children end at multiples of it.
 
     Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`plan.marked_positions`).
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 
 import numpy as np
 
@@ -499,29 +498,7 @@ def make_plan(
     `carried` are the blocks that the plan of the window before carries. A prefix of at least `block_tokens` at this
     window's end is cut into blocks; with 0 there are none.
     """
-    cases = [(schedule, limits)]
-    found = make_plans(
-        prompts, cases, positions, variants=variants, labels=labels, carried=[carried], block_tokens=block_tokens
-    )
-    return next(found)
-
-
-def make_plans(
-    prompts: Sequence[TokenArray],
-    cases: Iterable[tuple[str, Limits]],
-    positions: Sequence[TokenArray | None] | None = None,
-    *,
-    variants: Sequence[str | None] | None = None,
-    labels: Sequence[LabelSet] = (),
-    carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
-    block_tokens: int = 0,
-) -> Iterator[Plan]:
-    """The plan of `make_plan` for each schedule with its limits and the blocks that are `carried` in it.
-
-    The prompts' shared prefixes are found only once. All limits have the same `switch`.
-    """
-    cases = list(cases)
-    switch = next((limits.switch for _, limits in cases), 0)
+    switch = limits.switch
     variants = variants or [None] * len(prompts)
     labels = labels if any(own.tokens for own in labels) else ()
     depths = [own.depth for own in labels] or [0] * len(prompts)
@@ -532,16 +509,15 @@ def make_plans(
     ]
     shorter = _shorter_readings(prompts, plain, variants, labels, switch)
     window = _Prompts(prompts, positions, variants, labels)
-    for (schedule, limits), before in zip(cases, carried, strict=False):
-        blocks = window.blocks(limits, before, block_tokens)
-        roots, cover = window.forest(blocks, limits)
-        given = given_packs(blocks.given, prompts, positions, variants)
-        packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, variants, labels)
-        if shorter:
-            packs = [replace(pack, shorter=_of(shorter, pack.prompts)) for pack in packs]
-        unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
-        following = tuple((block.end, block.key) for block in blocks.carried)
-        yield Plan(packs, unique, given, following, window.behind_tokens)
+    blocks = window.blocks(limits, carried, block_tokens)
+    roots, cover = window.forest(blocks, limits)
+    given = given_packs(blocks.given, prompts, positions, variants)
+    packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, variants, labels)
+    if shorter:
+        packs = [replace(pack, shorter=_of(shorter, pack.prompts)) for pack in packs]
+    unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
+    following = tuple((block.end, block.key) for block in blocks.carried)
+    return Plan(packs, unique, given, following, window.behind_tokens)
 
 
 def behind_tokens(prompts: Sequence[int], labels: Sequence[LabelSet]) -> int:

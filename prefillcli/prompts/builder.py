@@ -1,4 +1,4 @@
-"""Rows become prompts: which of the settings a tokenizer and an input allow, and the length of a prompt."""
+"""Rows become prompts: text by a template, chat messages or a column, and its tokens."""
 
 from __future__ import annotations
 
@@ -6,217 +6,30 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from prefillcli.errors import UsageError, brief, counted
-from prefillcli.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
+from prefillcli.errors import UsageError, brief
+from prefillcli.prompts.encoding import Encoder, Marks, NotLiteral, not_literal, protect
+from prefillcli.prompts.fitting import default_row_bytes, fit, fit_pair, without_padding
 from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
+from prefillcli.prompts.settings import PromptSettings, check_choices, check_column, prompt_column, wants_chat
 from prefillcli.prompts.shortening import RowTexts, Shortening
 from prefillcli.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named, without_escapes
-from prefillcli.prompts.thinking import AS_USUAL, ChatChoices, Way
-from prefillcli.rows.records import (
-    DEFAULT_COLUMN,
-    MAX_ROW_BYTES,
-    ErrorCode,
-    Int32Array,
-    Prompt,
-    RowBatch,
-    RowError,
-    row_too_large,
-    without_nulls,
-)
+from prefillcli.prompts.thinking import Way
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, row_too_large
+from prefillcli.rows.values import without_nulls
 from prefillcli.runtime import log
+from prefillcli.stats.arrays import Int32Array
 
 INSTRUCTIONS = "\0"  # stands in a question for what is asked of the row
 
-OnLong = Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
 
-
-_LEAST_ROW_BYTES = 8 << 20  # a row also holds values that the prompt does not need
-
-
-def default_row_bytes(max_length: int, longest_token: int, on_long: OnLong) -> int:
-    """Bytes of the longest row that is worth reading, where a token has at most `longest_token` bytes.
-
-    Twice the most bytes that can make a prompt of `max_length` tokens, within bounds. With `truncate-*` longer rows
-    count too, and the bound is `MAX_ROW_BYTES`.
-    """
-    if on_long.startswith("truncate"):
-        return MAX_ROW_BYTES
-    return min(max(2 * max_length * longest_token, _LEAST_ROW_BYTES), MAX_ROW_BYTES)
-
-
-def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int]) -> Int32Array | RowError:
-    """At most `max_length` of the tokens, or why the row has no prompt.
-
-    `truncate-left` drops the oldest tokens but keeps those of `start_ids` (BOS) at the very start;
-    `truncate-middle` keeps the first and the last half, `truncate-right` the beginning.
-    """
-    if len(tokens) <= max_length:
-        return tokens
-    if on_long in ("error", "skip"):
-        code = ErrorCode.PROMPT_TOO_LONG if on_long == "error" else ErrorCode.SKIPPED_TOO_LONG
-        return RowError(code, f"{counted(len(tokens), 'token')}, the limit is {max_length}")
-    head = 0
-    if on_long == "truncate-right":
-        head = max_length
-    elif on_long == "truncate-middle":
-        head = max_length // 2
-    else:
-        while head < max_length - 1 and int(tokens[head]) in start_ids:
-            head += 1
-    return np.concatenate([tokens[:head], tokens[len(tokens) - (max_length - head) :]])
-
-
-def fit_pair(coded: EncodedPair, max_length: int, on_long: OnLong) -> npt.NDArray[np.intp] | RowError:
-    """The places of at most `max_length` tokens, ascending, or why the row has no prompt.
-
-    The special tokens stay. Of a pair, the longer text is cut first, down to the length of the other one, as
-    tokenizers do by default (`longest_first`). Each text is cut as `fit` cuts.
-    """
-    every = np.arange(len(coded.ids))
-    if len(every) <= max_length:
-        return every
-    sizes = [int(np.count_nonzero(coded.parts == part)) for part in (0, 1)]
-    room = max_length - (len(every) - sum(sizes))
-    if on_long in ("error", "skip") or room < 1 + bool(sizes[1]):
-        found = fit(coded.ids, max_length, "skip" if on_long == "skip" else "error", frozenset())
-        if isinstance(found, RowError):
-            return found
-    kept = coded.parts < 0
-    for part, most in enumerate(_longest_first(sizes, room)):
-        own = every[coded.parts == part].astype(np.int32)
-        if most:
-            cut = fit(own, most, on_long, frozenset())
-            kept[own if isinstance(cut, RowError) else cut] = True
-    return every[kept]
-
-
-def _longest_first(sizes: Sequence[int], room: int) -> list[int]:
-    # The lengths to which tokenizers cut the texts of a pair.
-    short, long = sorted(sizes)
-    long = short if short > room else max(short, room - short)
-    if short + long > room:
-        short, long = room // 2, room - room // 2
-    return [long, short] if sizes[0] > sizes[1] else [short, long]
-
-
-def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
-    """The tokens int32 [tokens] up to the last one that is no padding; of padding alone the first one, as in
-    transformers."""
-    last = np.flatnonzero(tokens != padding)[-1:]
-    return tokens[: int(last[0]) + 1] if len(last) else tokens[:1]
-
-
-_FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
-DOCUMENT_COLUMNS = (DEFAULT_COLUMN, "text", "document")  # the usual columns with what questions are about
-USUAL_COLUMNS = frozenset({*_FALLBACK_COLUMNS, *DOCUMENT_COLUMNS})  # a column that no option names is one of these
 # How a JSON text of what a column of this name holds begins. In any other column, text of the data stays text.
 _JSON_LISTS = {"messages": re.compile(r"\s*\[\s*\{\s*[\"']"), "prompt_token_ids": re.compile(r"\s*\[")}
-
-
-class RowColumns(NamedTuple):
-    """Columns that rows may have, and functions that put their values into prompts; a row with a wrong value becomes
-    an error."""
-
-    names: tuple[str, ...]
-    take: Callable[[list[Prompt], RowBatch, dict[int, RowError]], list[Prompt]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSettings:
-    """The settings by which a row becomes a prompt."""
-
-    # Column with text, chat messages or token ids; not used with a template.
-    prompt_column: str = DEFAULT_COLUMN
-    template: str | None = None  # Jinja text, or a file with it
-    # Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template.
-    chat: bool | None = None
-    system: str | None = None  # system message of every chat that has none of its own
-    choices: ChatChoices = AS_USUAL  # how chats are rendered, and what stands after them
-    max_length: int  # longest prompt in tokens
-    on_long: OnLong = "error"  # the treatment of longer ones
-    empty_text: Literal["skip", "error"] = "error"  # whether a row without text is left out, or an error
-    vocab_size: int  # token ids are below this
-    literal: bool = True  # whether the text of a control token in the data stays plain text
-    # Longest row, and longest prompt made from one, in bytes; None: `default_row_bytes`.
-    max_row_bytes: int | None = None
-    row_columns: tuple[RowColumns, ...] = ()  # further columns in which rows may describe their prompts
-    # Whether a classification head reads the prompt: text becomes no chat unless `chat` says so, and no answer begins.
-    classifies: bool = False
-    # Columns with a row's own labels: `Labels.columns`.
-    label_columns: tuple[str, ...] = ()
-    padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
-    encoder: bool = False  # whether the model reads texts, or pairs of texts, in both directions
-    pair_column: str | None = None  # column with the second text of a pair, for an encoder
-    # Whether prompts note their rows' values, so that sections of them can be left out.
-    sections: bool = False
-    # The question behind each row's own text, with `INSTRUCTIONS` for those that are rendered for each row, and what
-    # ends a prompt with a question that is no chat.
-    question: str = ""
-    question_end: str = ""
-
-
-def chat_choices(options: Any) -> ChatChoices:
-    """Return how the options of a command want chats."""
-    return ChatChoices(
-        thinking=options.thinking, options=options.chat_option, answer_prefix=options.answer_prefix or ""
-    )
-
-
-def _wants_chat(settings: PromptSettings, has_template: bool) -> bool:
-    # Whether text becomes a user message. `has_template` says whether the tokenizer has a chat template.
-    if settings.chat and not has_template:
-        raise UsageError("--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template")
-    chat = (has_template and not settings.classifies) if settings.chat is None else settings.chat
-    if settings.system is not None and not chat:
-        raise UsageError(f"--system needs a chat: {_no_chat(settings)}")
-    return chat
-
-
-def _no_chat(settings: PromptSettings) -> str:
-    # Why text becomes no user message.
-    if settings.classifies:
-        return "a classification head reads text as it is: give --chat"
-    return "the tokenizer has no chat template, or --no-chat is given"
-
-
-def _check_choices(settings: PromptSettings, chats: bool) -> None:
-    # Raise UsageError for choices about chats that would be ignored; `chats` says whether there are any.
-    choices = settings.choices
-    answer = [f"--thinking {choices.thinking}"] if choices.thinking != "auto" else []
-    answer += ["--answer-prefix"] if choices.answer_prefix else []
-    for option in (*answer, *(["--chat-option"] if choices.options else [])):
-        if not chats:
-            raise UsageError(f"{option} needs a chat: {_no_chat(settings)}")
-    if answer and settings.classifies:
-        raise UsageError(f"{answer[0]}: a classification head is read, and no answer begins\nleave it out")
-
-
-def _check_column(settings: PromptSettings, column: str, has_template: bool) -> None:
-    # Raise UsageError if prompts of this column cannot become the text or tokens that the settings ask for.
-    if column == "messages" and settings.chat is False:
-        raise UsageError("--no-chat: the prompt column is 'messages', which only a chat template turns into text")
-    if column == "messages" and not has_template:
-        raise UsageError(
-            "the prompt column is 'messages', but the tokenizer has no chat template\n"
-            "use a model that has one, or write the messages as text with --template"
-        )
-    for option, given in (("--chat", settings.chat), ("--system", settings.system is not None)):
-        if given and column == "prompt_token_ids":
-            raise UsageError(f"{option}: the prompt column is 'prompt_token_ids', and no chat is made of token ids")
-
-
-def prompt_column(named: str, available: Sequence[str]) -> str:
-    """The column `named`, or without one the first usual one in the input."""
-    if named != DEFAULT_COLUMN:
-        return named
-    return next((name for name in _FALLBACK_COLUMNS if name in available), DEFAULT_COLUMN)
 
 
 _TAIL_TOKENS = 16
@@ -254,7 +67,7 @@ class PromptBuilder:
             )
         self.settings = settings
         self._has_chat_template = bool(getattr(tokenizer, "chat_template", None))
-        self.chat = _wants_chat(settings, self._has_chat_template)  # whether text is wrapped by the chat template
+        self.chat = wants_chat(settings, self._has_chat_template)  # whether text is wrapped by the chat template
         self.template = template if settings.template is None or template else RowTemplate(settings.template)
         # The column with the prompt, where there is no template.
         self.column = prompt_column(settings.prompt_column, available)
@@ -270,7 +83,7 @@ class PromptBuilder:
         # Columns that `build` uses where they exist.
         self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
         if self.template is None:
-            _check_column(settings, self.column, self._has_chat_template)
+            check_column(settings, self.column, self._has_chat_template)
         self.render_seconds = 0.0
         self.tokenize_seconds = 0.0
         self._tokenizer = tokenizer
@@ -291,7 +104,7 @@ class PromptBuilder:
         typed += [settings.choices.answer_prefix, settings.choices.options]
         self._typed = frozenset("".join(map(str, typed)))
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
-        _check_choices(settings, self._makes_chats)
+        check_choices(settings, self._makes_chats)
 
     @property
     def _makes_chats(self) -> bool:
@@ -319,18 +132,15 @@ class PromptBuilder:
         settings = self.settings
         parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
-        further = [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
-        further.append(settings.empty_text if settings.empty_text == "skip" else None)
-        further.append(self._instructions.text if self._instructions else None)
-        text = json.dumps([*parts, *filter(None, further)])
-        return hashlib.sha256(text.encode()).hexdigest()
+        parts += [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
+        parts += [settings.empty_text, self._instructions.text if self._instructions else None]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _chat_identity(self) -> list[Any]:
-        # What makes chats other ones than the chat template by itself; nothing where nothing does.
+        # What makes chats other ones than the chat template by itself.
         choices, way = self.settings.choices, self.way or Way()
         own = [choices.thinking == "on", dict(choices.options), choices.answer_prefix]
-        own += [dict(way.variables), dict(way.closings)]
-        return own if any(own) else []
+        return [*own, dict(way.variables), dict(way.closings)]
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
         """The prompts of a batch, ascending by row, and the errors of all its other rows.
@@ -461,7 +271,7 @@ class PromptBuilder:
                 yield raw._replace(marks=marks)
 
     def _without_json(self, batch: RowBatch, errors: dict[int, RowError]) -> RowBatch:
-        # The batch with lists in place of JSON texts in a column that holds lists by its name.
+        # The batch with lists instead of JSON texts in a column that holds lists by its name.
         looks = None if self.template else _JSON_LISTS.get(self.column)
         if looks is None or self.column not in batch.columns:
             return batch

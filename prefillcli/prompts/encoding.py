@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.rows.records import ErrorCode, Int32Array, Prompt, RowError
+from prefillcli.rows.records import ErrorCode, Prompt, RowError
+from prefillcli.stats.arrays import Int32Array
 
 
 class EncodedText(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +16,9 @@ from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.prompts.encoding import Controls, Encoder
 from prefillcli.prompts.lists import split_list
 from prefillcli.prompts.questions import Label, Question, typed
-from prefillcli.rows.records import ErrorCode, Int32Array, TokenText, Window
-from prefillcli.stats.evaluation import Measure
+from prefillcli.rows.records import ErrorCode, Window
+from prefillcli.stats.arrays import Int32Array
+from prefillcli.stats.labels import Measure
 
 _TAIL_CHARS = 32
 _MIN_TAIL_CHARS = 6
@@ -278,9 +279,6 @@ class Labels:
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
     each: tuple[Labels, ...] = ()  # of several questions, those after each prompt of a row
     question: Question  # whose answers they are
-    served = ""  # the name of the model that answers requests
-    # Of the likeliest tokens instead of labels, the text of each by its id.
-    token_text: Callable[[int], TokenText] | None = None
     fault = ErrorCode.INVALID_LABELS  # the error of a row whose answers the model has no tokens for
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 

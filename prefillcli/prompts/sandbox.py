@@ -4,7 +4,7 @@ Jinja's own sandbox closes the way to attributes and imports. It does not bound 
 `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call counts towards
 `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand. The limits count and
 read no clock: the same row fails on every machine or on none. Work that escapes them meets the limits of the process
-(`data/prompts/templates.py`).
+(`prompts/templates.py`).
 
 Chat templates have the environment in which `transformers.utils.chat_template_utils` compiles them. That module is not
 imported, because it takes torch along; tests compare both.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import pickle
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +56,7 @@ _CALL_STEPS = 10
 MAX_CHARS = 64 << 20  # characters of any text a template makes
 _MAX_TOTAL_CHARS = 4 * MAX_CHARS  # of all texts that operators and filters make in one rendering
 
+_SETUP_BYTES = 1 << 16
 _SMALL = 10_000  # numbers and texts that set a width, an indent or a fill
 _MAX_BITS = 1 << 16  # size of a number that a template may compute
 _WIDTH = re.compile(r"\d{5,}|\*")  # in a % format
@@ -459,7 +462,7 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-# The process that renders templates; `data/prompts/templates.py` starts it and holds the other end of its pipes. It
+# The process that renders templates; `prompts/templates.py` starts it and holds the other end of its pipes. It
 # reads a template, then rows, each with its length before it, and answers every row at once. Rows come only from its
 # parent, so they may be pickled; answers are bytes.
 
@@ -470,7 +473,39 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve until the parent closes the pipe or ends."""
-    setup = json.loads(sys.argv[1])
+    _run(json.loads(sys.argv[1]))
+
+
+def nurse() -> None:
+    """Fork a process for each template that the parent asks for, until it ends: this one has Jinja imported, and
+    nothing of any template. Stdin is the socket on which the parent sends a setup with the ends of two pipes, and gets
+    the number of the process; or sends this number, when the process has ended, and gets its exit code."""
+    asked, own = socket.socket(fileno=0), os.getpid()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    gc.freeze()
+    while True:
+        setup, handles, *_ = socket.recv_fds(asked, _SETUP_BYTES, 2)
+        if not setup:
+            return
+        if not handles:
+            _, status = os.waitpid(int(setup), 0)
+            asked.send(b"%d" % os.waitstatus_to_exitcode(status))
+            continue
+        if (child := os.fork()) == 0:
+            try:
+                for number, handle in enumerate(handles):  # instead of the socket, which is the parent's alone
+                    os.dup2(handle, number)
+                    os.close(handle)
+                _run(json.loads(setup) | {"parent": own})
+            finally:
+                os._exit(0)
+        for handle in handles:
+            os.close(handle)
+        asked.send(b"%d" % child)
+
+
+def _run(setup: dict[str, Any]) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # a terminal or a scheduler signals all processes; the parent decides
     _end_with(setup["parent"])

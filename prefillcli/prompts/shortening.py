@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from prefillcli.prompts.encoding import Encoder
-from prefillcli.rows.records import Int64Array, Prompt
+from prefillcli.rows.records import Prompt
+from prefillcli.stats.arrays import Int64Array
 
 _KEPT_ROLES = ("system", "developer")  # of messages that say what to do, and are no document
 _PIECE_CHARS = 1 << 16  # characters whose tokens' places are looked for together
@@ -31,7 +32,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_texts(value: Any, texts: Iterator[str]) -> Any:
-    """A value with others in place of its `texts_in`. A text of a list that has become empty is left out."""
+    """A value with others instead of its `texts_in`. A text of a list that has become empty is left out."""
     if isinstance(value, str):
         return next(texts)
     if isinstance(value, dict):

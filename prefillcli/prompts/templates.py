@@ -14,7 +14,6 @@ import pickle
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -31,6 +29,7 @@ from prefillcli.errors import ResourceError, UsageError, brief, did_you_mean
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.encoding import Encoder, NotLiteral
 from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.nursery import start_process
 from prefillcli.prompts.sandbox import compile_template
 from prefillcli.prompts.thinking import AS_USUAL, DATE, ChatChoices, Way
 from prefillcli.rows.filesystems import read_given, utf8_text
@@ -46,7 +45,6 @@ _READ = 1 << 18
 _MOST_NAMES, _MOST_SHOWN = 5, 100  # fields that a message names, and characters
 _START_SECONDS = 120.0  # on the clock, for the process to start and to compile the template
 _HEAD = 9  # kind in one byte, and length
-_ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +180,7 @@ class _Worker:
         self._limits = limits
         self._unsent = bytearray()
         self._received = bytearray()
-        start = "import sys; sys.path[:] = sys.argv[2:]; from prefillcli.prompts.sandbox import main; main()"
-        setup = {**asdict(limits), "parent": os.getpid(), "limit_memory": KERNEL_LIMITS_MEMORY}
-        # Without site and environment it starts sooner, takes no code from the working directory and sees no secrets.
-        folders = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with code and folders of this process
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", start, json.dumps(setup), *folders],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"OMP_NUM_THREADS": "1"},
-        )
+        self._process = start_process({**asdict(limits), "limit_memory": KERNEL_LIMITS_MEMORY})
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("no pipes")
         self._in, self._out = self._process.stdin, self._process.stdout

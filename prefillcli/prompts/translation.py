@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.prompts.encoding import EncodedText, Encoder, NotLiteral, token_texts
-from prefillcli.rows.records import Float64Array, Int32Array
+from prefillcli.stats.arrays import Float64Array, Int32Array
 
 TEXT = "draft_text"  # why a prompt is not mapped: the other tokenizer has no tokens for its text
 

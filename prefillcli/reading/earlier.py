@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,18 +16,20 @@ from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
+from prefillcli.options.settings import JobSettings
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import reading, writing
-from prefillcli.rows.output.columns import DIGEST, ROW, OutputSchema
+from prefillcli.rows.output.columns import DIGEST, ROW
 from prefillcli.rows.output.parts import NAME, TYPE, DigestReader
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.target import Job, Manifest, Published, Target
-from prefillcli.rows.records import Int64Array, Window
+from prefillcli.rows.records import Window
 from prefillcli.runtime import log
+from prefillcli.stats.arrays import Int64Array
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
 
 
 class SinceUse(BaseModel):
@@ -95,7 +97,7 @@ def find_output(path: str, own: str | None = None, *, option: str = "--output") 
         found = FoundOutput(target, published, before["digests"], own)
         return found if not target.damage(published) else "it is being replaced"
     if manifest.digests is None:
-        return "an earlier version of prefill wrote it, without digests of its rows"
+        return "its work folder was lost, and with it the digests of its rows"
     return FoundOutput(target, target.stored(manifest.job, manifest.files), manifest.digests, own)
 
 
@@ -215,7 +217,7 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 
 
 def find_earlier(
-    settings: Any, output: str, fingerprint: dict[str, str]
+    settings: JobSettings, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
     """Find the output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
 
@@ -225,50 +227,50 @@ def find_earlier(
     own = find_output(output, own=output) if _retries(settings, output) else ""
     if not isinstance(own, str):  # the sink decides whether this is the job that wrote it
         return replace(own, remedy="give --overwrite"), SinceUse(output=output)
-    if settings.since is None:
+    if settings.earlier.since is None:
         return None, None
-    found = find_output(settings.since, own=output, option="--since")
+    found = find_output(settings.earlier.since, own=output, option="--since")
     if isinstance(found, str):
-        log.warning(f"--since {settings.since}: {found}; all rows are scored")
-        return None, SinceUse(output=settings.since, reason=found)
+        log.warning(f"--since {settings.earlier.since}: {found}; all rows are scored")
+        return None, SinceUse(output=settings.earlier.since, reason=found)
     found.require_same_job(fingerprint)
-    return found, SinceUse(output=settings.since)
+    return found, SinceUse(output=settings.earlier.since)
 
 
-def _retries(settings: Any, output: str) -> bool:
+def _retries(settings: JobSettings, output: str) -> bool:
     # Whether a job begins or continues to score again the error rows of its complete output.
-    if settings.shard is not None or not (settings.resume or settings.retry_errors):
+    if settings.files.shard is not None or not (settings.files.resume or settings.earlier.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):
         manifest = Manifest.load(Target.parse(output).work)
         if manifest is not None:
-            return manifest.retries or (settings.retry_errors and manifest.state == "complete")
+            return manifest.retries or (settings.earlier.retry_errors and manifest.state == "complete")
     return False
 
 
 class Earlier(Judge):
     """The rows that a job takes over from an earlier output, which need not be read again."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         self._found: FoundOutput | None = None
 
-    def find(self, run: Run) -> None:
-        """Find the output, once the job's fingerprint is known. Raises OutputConflictError for that of another job."""
-        self._found, run.report.since = find_earlier(self.settings, run.output, run.report.fingerprint)
+    def find(self, report: RunReport, output: str) -> None:
+        """Find the output, once the job's fingerprint is in the report. Raises OutputConflictError for that of another
+        job."""
+        self._found, report.since = find_earlier(self.settings, output, report.fingerprint)
 
     def open(self, run: Run) -> EarlierOutput | None:
-        """Return the rows of the output that was found; None if there is none. Raises as `EarlierOutput`."""
+        """Return the rows of the output that was found; None if there is none. Close them. Raises as
+        `EarlierOutput`."""
         if self._found is None:
             return None
         with run.clock.phase("read"), run.stop.at_once():
-            earlier = EarlierOutput(self._found, run.sink.schema, run.sink.local_folder)
-        run.scorer.loaded.callback(earlier.close)
-        return earlier
+            return EarlierOutput(self._found, run.sink.schema, run.sink.local_folder)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        if counts is not None:
-            _count(run.report, counts.taken_over)
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.counts is not None:
+            _count(report, reached.counts.taken_over)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:

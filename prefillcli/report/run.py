@@ -7,7 +7,7 @@ import json
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
@@ -41,6 +41,8 @@ from prefillcli.report.section import (
     page_html,
     page_of,
     pairs_table,
+    percent,
+    percent_interval,
     quoted_token,
     row_name,
     score_plot,
@@ -50,21 +52,21 @@ from prefillcli.report.section import (
 )
 from prefillcli.report.verdict import (
     Verdict,
-    evaluation_of,
+    evaluated,
     mass_text,
     share,
     truth_text,
     verdict_of,
 )
 from prefillcli.rows.output import ANSWER
-from prefillcli.rows.output.columns import LENGTH_EDGES, SCORE_BINS, AnswerTally, Counts
 from prefillcli.rows.output.store import put_text
-from prefillcli.rows.output.target import BATCH_FORMAT
+from prefillcli.rows.output.tallies import LENGTH_EDGES, SCORE_BINS, AnswerTally, Counts
+from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
-from prefillcli.stats.evaluation import Audit, audit_lines, audit_of
+from prefillcli.stats.flips import Audit, audit_of
 
 SCHEMA_VERSION = 1
 
@@ -278,11 +280,9 @@ class CommandReport(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
-    def new(cls, settings: BaseModel) -> Self:
-        """Return the report of a command that begins now, with these settings."""
-        return cls(
-            started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
-        )
+    def new(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the report of a command that begins now, with the values of these options by name."""
+        return cls(started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(dict(settings)))
 
     def safe(self) -> Self:
         """Return the report without secrets."""
@@ -317,7 +317,8 @@ class RunReport(BaseModel):
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None  # None where questions are asked
     mean_label_mass: float | None = None  # of the scored rows that have one; of several questions the first one's
-    answers: dict[str, QuestionAnswers] = Field(default_factory=dict)  # by question; of labels under `answer`
+    # By question, here and below; one without a name, asked by labels, is called `answer`.
+    answers: dict[str, QuestionAnswers] = Field(default_factory=dict)
     model: str | None = None  # as it was named, or the folder of the sample model
     first_answers: list[FirstAnswers] = Field(default_factory=list)  # by question
     means: dict[str, float] = Field(default_factory=dict)  # of each column with means of ordered labels
@@ -338,7 +339,7 @@ class RunReport(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
-    audit: Audit | None = None
+    audits: dict[str, Audit] = Field(default_factory=dict)  # by question
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
     slowest: list[SlowRow] = Field(default_factory=list)
@@ -348,19 +349,16 @@ class RunReport(BaseModel):
     # The findings of the parts of a job: `tests/reference.py` names the type of each.
     likelihood: Any = None
     orders: Any = None  # how often the order of two values decided, by question
-    audits: Any = None  # by question
     correlations: Any = None  # between questions
     rationales: Any = None
     since: Any = None  # rows that were taken over from an earlier output
     gates: list[Any] = Field(default_factory=list)
     drift: Any = None
-    calibration: Any = None
-    calibrations: list[Any] = Field(default_factory=list)  # by question
+    calibrations: dict[str, Any] = Field(default_factory=dict)  # by question
     keep: float | None = None  # share of the tokens that compression keeps
     keep_auto: Any = None
     exits: Any = None
     estimate: Any = None
-    evaluation: Any = None
     evaluations: dict[str, Any] = Field(default_factory=dict)  # by question
     rejects: str | None = None  # their file
     review: Any = None  # the rows with answers in doubt
@@ -382,7 +380,11 @@ class RunReport(BaseModel):
     @property
     def asks_questions(self) -> bool:
         """Whether the score of a row is the first answer to a question, among any number of questions."""
-        return "questions" in self.fingerprint or self.fingerprint.get(BATCH_FORMAT) == "decisions"
+        return "questions" in self.fingerprint or self.fingerprint.get(FORMAT) == "decisions"
+
+    def told_apart(self, question: str) -> str:
+        """Return the name of a question for a title, if there are others."""
+        return question if len(self.answers) > 1 else ""
 
     def end(self, clock: Clock) -> None:
         """Take over the run's times, and add its peak memory and versions."""
@@ -410,11 +412,13 @@ class RunReport(BaseModel):
         """Take over the numbers of threads that computed."""
         self.threads = ThreadCounts(min=fewest, max=most)
 
-    def take_audit(self, counts: Counts, is_positive: Callable[[Any], bool | None]) -> None:
-        """Take over the results of the rows that were read both ways. `is_positive` returns whether a right answer is
-        the first label; None: it is not a label."""
-        pairs = [(score, full, is_positive(answer)) for score, full, _, answer in counts.audited]
-        self.audit = audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
+    def take_audits(self, counts: Counts, is_positive: Mapping[str, Callable[[Any], bool | None]] = {}) -> None:
+        """Take over the results of the rows that were read both ways. `is_positive` returns, by question, whether a
+        right answer is the first label; None: it is not a label."""
+        for name, rows in counts.audits.items():
+            first = is_positive.get(name, lambda answer: None)
+            pairs = [(score, full, first(answer)) for score, full, _, answer in rows]
+            self.audits[name] = audit_of(pairs, [flipped for _, _, flipped, _ in rows])
 
     def take(self, counts: Counts) -> None:
         """Take over the counts of the output's rows."""
@@ -491,9 +495,8 @@ def versions() -> dict[str, str]:
     """Return the versions of the software that a score depends on."""
     import platform
     import sys
-    from importlib.metadata import version
 
-    from prefillcli.runtime.version import __version__
+    from prefillcli.runtime.version import __version__, version_of
 
     vllm, attention = sys.modules.get("vllm"), sys.modules.get("torch.nn.attention")
     flash: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
@@ -501,7 +504,7 @@ def versions() -> dict[str, str]:
     return {
         "prefillcli": __version__,
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: version_of(name) for name in packages},
         **({} if vllm is None else {"vllm": str(vllm.__version__)}),
         **({} if flash is None else {"flash attention": flash}),
     }
@@ -588,14 +591,18 @@ def run_sections(report: RunReport) -> Iterator[Section]:
     if report.histograms.score.counts:
         yield Section(title=_scores_title(report), parts=[Part(plot=score_plot(report.histograms.score))])
     yield from (section for section in found if not section.first)
-    if report.audit is not None and report.audit.flip_rate is not None:
-        yield Section(tiles=[("audited flips", f"{report.audit.flip_rate:.1%}")])
+    yield Section(
+        tiles=[
+            (" ".join(filter(None, (report.told_apart(name), "audited flips"))), f"{audit.flip_rate:.1%}")
+            for name, audit in report.audits.items()
+            if audit.flip_rate is not None
+        ]
+    )
     yield Section(title="Rows", parts=[Part(bars=_results(report))])
     yield _lengths(report)
     yield _tokens(report)
     yield _methods(report)
-    if report.audit is not None:
-        yield _audit(report.audit)
+    yield _audits(report)
     yield _time(report)
     yield _memory(report)
     yield _slowest(report)
@@ -645,7 +652,7 @@ def _answers(report: RunReport) -> Section:
     for name, own in report.answers.items():
         facts = [] if own.label_mass is None else [("label mass", mass_text(own.label_mass))]
         facts.append(("in doubt", _doubt(report, name)))
-        if (found := evaluation_of(report, name)) is not None:
+        if (found := evaluated(report, name)) is not None:
             facts.append(("right", truth_text(found)))
         section.parts.append(Part(title=name, bars=_distribution(own), lines=[each for each in facts if each[1]]))
     masses = {name: own.label_mass for name, own in report.answers.items() if own.label_mass is not None}
@@ -859,18 +866,47 @@ def _methods(report: RunReport) -> Section:
     return Section(title="Methods", parts=[Part(bars=found)])
 
 
-def _audit(audit: Audit) -> Section:
-    section = Section(title="Audit", lines=audit_lines(audit))
-    if audit.flip_rate is None:
-        return section
-    text = "Share of audited rows that compression or early exits flip."
-    section.metric("audit_flip_rate", text, audit.flip_rate)
-    if audit.interval is not None:
+def audit_lines(audit: Audit, of: str = "") -> list[tuple[str, str]]:
+    """Return the lines that an audit adds to the table of a run: name, with what it is `of`, and text."""
+    if audit.flip_rate is None or audit.interval is None:
+        return [(f"audit{of}", "no row was scored in full as well")]
+    lines = [
+        (
+            f"audit{of}",
+            f"{counted(audit.rows, 'row')} also in full: {counted(audit.flips, 'flip')} "
+            f"({percent(audit.flip_rate)}, {100 * audit.confidence:g} % interval {percent_interval(audit.interval)}), "
+            f"score difference {audit.mean_difference:.2g} mean, {audit.max_difference:.2g} largest",
+        )
+    ]
+    if audit.auc_compressed is not None and audit.auc_full is not None:
+        known = f"{counted(audit.truth_rows, 'row')} with a known answer"
+        lines.append(
+            (f"audit AUC{of}", f"{audit.auc_compressed:.3f} as scored, {audit.auc_full:.3f} in full ({known})")
+        )
+    elif audit.truth_rows:
+        lines.append((f"audit AUC{of}", f"none: the known answers ({audit.truth_rows:,}) are all the same"))
+    return lines
+
+
+def _audits(report: RunReport) -> Section:
+    section, rates = Section(title="Audit" if report.audits else ""), dict[str, float]()
+    for name, audit in report.audits.items():
+        own = report.told_apart(name)
+        section.lines += audit_lines(audit, f" of {own}" if own else "")
+        if audit.flip_rate is None or audit.interval is None:
+            continue
+        rates[name] = audit.flip_rate
         low, high = audit.interval
         end = min(2 * high, 1.0)  # of the track
         sure = Strip("sure", 100 * low / end, 100 * (high - low) / end)
         bar = Bar("flips", 100 * audit.flip_rate / end, f"{100 * end:.3g} %", "alarm", more=(sure,))
-        section.parts.append(Part(bars=[bar], note="Bar: share of flipped answers. Line: its interval."))
+        note = "Bar: share of flipped answers. Line: its interval."
+        section.parts.append(Part(title=own, bars=[bar], note=note))
+    text = "Share of audited rows that compression or early exits flip."
+    if len(report.answers) > 1 and rates:
+        section.metric("audit_flip_rate", text, rates, "question")
+    elif rates:
+        section.metric("audit_flip_rate", text, next(iter(rates.values())))
     return section
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefillcli.errors import counted as counted
-from prefillcli.rows.output.columns import LENGTH_EDGES
+from prefillcli.rows.output.tallies import LENGTH_EDGES
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
@@ -353,9 +353,6 @@ def settings_section(settings: Mapping[str, Any]) -> Section:
 # come from users' files.
 
 
-if TYPE_CHECKING:
-    from prefillcli.report.section import Part, Section
-
 #: A header, and the rows below it.
 TableRows = list[list[str]]
 
@@ -508,9 +505,20 @@ def price(value: float) -> str:
     return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
 
 
+def percent(share: float) -> str:
+    """Return a share from 0 to 1 in percent: `12.3 %`, `0.012 %`."""
+    return f"{100 * share:.3g} %"
+
+
 def percent_interval(bounds: tuple[float, float]) -> str:
-    """Return bounds from 0 to 1 in percent: `1.2-3.4 %`."""
-    return f"{100 * bounds[0]:.1f}-{100 * bounds[1]:.1f} %"
+    """Return bounds from 0 to 1 in percent: `1.2-3.4 %`, `0.0003-0.06 %`."""
+    low, high = (100 * bound for bound in bounds)
+    return f"{low:.{_decimals(low)}f}-{high:.{_decimals(high)}f} %"
+
+
+def _decimals(percent: float) -> int:
+    # One, or more where that would show 0.0.
+    return max(1, -math.floor(math.log10(percent))) if percent > 0 else 1
 
 
 def percent_or_nothing(value: float | None) -> str:

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from prefillcli.errors import counted
 from prefillcli.rows.output import ANSWER
-from prefillcli.stats.evaluation import HALF_MASS, UNANSWERED_MASS, Evaluation
+from prefillcli.stats.evaluation import Evaluation
+from prefillcli.stats.labels import HALF_MASS, UNANSWERED_MASS
 
 if TYPE_CHECKING:
     from prefillcli.report.run import QuestionAnswers, RunReport
@@ -71,11 +72,9 @@ def share(count: int, rows: int) -> str:
     return f"{count:,} ({100 * count / max(rows, 1):.0f} %)"
 
 
-def evaluation_of(report: RunReport, question: str) -> Evaluation | None:
-    """Return the evaluation of a question, or of a job's labels; None without right answers."""
+def evaluated(report: RunReport, question: str) -> Evaluation | None:
+    """Return the evaluation of a question; None without right answers."""
     found: Evaluation | None = report.evaluations.get(question)
-    if found is None and (question == ANSWER or not report.evaluations):
-        found = report.evaluation
     return found if found is not None and found.rows else None
 
 
@@ -109,7 +108,7 @@ def _named(names: Mapping[str, Any], report: RunReport) -> str:
 
 def _unanswered(report: RunReport) -> _Finding | None:
     # Questions whose answers have hardly any probability, unless right answers prove that they are of use.
-    low = {name: own for name, own in report.answers.items() if _is_unanswered(own, evaluation_of(report, name))}
+    low = {name: own for name, own in report.answers.items() if _is_unanswered(own, evaluated(report, name))}
     if not low:
         return None
     heard = {each.question or ANSWER: each for each in report.first_answers}
@@ -148,7 +147,7 @@ def _guesses(report: RunReport) -> _Finding | None:
     # Questions whose answers are worth less than a guess.
     reasons: dict[str, list[str]] = {}
     for name in report.answers:
-        if (found := evaluation_of(report, name)) is None:
+        if (found := evaluated(report, name)) is None:
             continue
         accuracy, area, commonest = found.accuracy.value, found.auc.value, found.commonest
         if accuracy is not None and commonest is not None and accuracy < commonest[1]:

@@ -308,7 +308,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise UsageError for the text that Git LFS leaves in place of a large file."""
+    """Raise UsageError for the text that Git LFS leaves instead of a large file."""
     with suppress(OSError), file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise UsageError(f"{file}: a Git LFS pointer instead of the file\nfetch it with: git lfs pull")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.runtime.cores import cpu_flags, cpu_name
 from prefillcli.runtime.user_cache import compiler_file
-from prefillcli.runtime.version import __version__
+from prefillcli.runtime.version import __version__, version_of
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def device_key(device: torch.device) -> DeviceKey:
         capability=capability,
         driver=driver,
         torch=f"{torch.__version__} {torch.version.git_version}" + (f" with {runtime}" if runtime else ""),
-        transformers=metadata.version("transformers"),
+        transformers=version_of("transformers"),
         prefill=f"{__version__} {_source_digest()}",
         cpu=f"{cpu_name()}, {platform.machine()}",
         cpu_flags=" ".join(
@@ -82,7 +82,7 @@ def device_key(device: torch.device) -> DeviceKey:
 def _versions(*packages: str) -> Iterator[str]:
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
-            yield f"{package} {metadata.version(package)}"
+            yield f"{package} {version_of(package)}"
 
 
 def _limits() -> list[str]:

@@ -64,7 +64,7 @@ def open_to_read(path: str, *, pipes: bool = False) -> IO[bytes]:
 
 
 def open_to_write(path: str) -> IO[bytes]:
-    """Open a new file in place of any older one for writing and reading, and return it."""
+    """Open a new file instead of any older one for writing and reading, and return it."""
     return io.BufferedRandom(LocalFile(path, "w+"))
 
 

@@ -195,7 +195,7 @@ def leave_live() -> None:
 
 
 def _over(text: str) -> str:
-    # The characters that draw a text in place of the live line. Blanks clear the rest: a notebook knows no other way.
+    # The characters that draw a text instead of the live line. Blanks clear the rest: a notebook knows no other way.
     if not _live:
         return text
     blanks = max(len(_live) - len(text), 0)

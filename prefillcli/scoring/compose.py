@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.asking.batch_files import BatchAsking, is_batch_file, require_batch_file
+from prefillcli.asking.batch_files import BatchAsking, is_batch_file
 from prefillcli.asking.choices import ChoiceAsking
 from prefillcli.asking.decisions import DecisionAsking, kind_of_requests
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking, WaitingQuestions
 from prefillcli.asking.targets import TargetAsking
 from prefillcli.core.asking import Asking
-from prefillcli.core.condition import LimitedCondition, RowCondition
 from prefillcli.core.further import Condition
-from prefillcli.core.roles import FollowUp, Judge, Reading
-from prefillcli.errors import UsageError
+from prefillcli.core.roles import FollowUp, JobPart, Judge, Reading
 from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
@@ -34,25 +32,25 @@ from prefillcli.judging.likelihood import LikelihoodJudge
 from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
 from prefillcli.judging.review import Reviewing
-from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.requirements import asks_more, compresses, leaves_early
+from prefillcli.options.settings import JobSettings
 from prefillcli.reading import earlier
 from prefillcli.reading.compress import compress
 from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.earlier import Earlier
-from prefillcli.reading.exits import learning
+from prefillcli.reading.exits import report as exit_report
 from prefillcli.reading.exits.exits import Exits
 from prefillcli.report.run import RunReport, weights_section
 from prefillcli.report.section import Section
-from prefillcli.rows.output.columns import Group, OutputSchema
+from prefillcli.rows.output.columns import Group, Probabilities
+from prefillcli.rows.output.schema import OutputSchema
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a job with these settings."""
+    """The parts of a job."""
 
-    settings: Any
     asking: Asking
     gates: gates.Gates
     earlier: Earlier | None = None
@@ -60,6 +58,7 @@ class Parts:
     exits: Exits | None = None
     calibration: Calibrating | None = None
     estimate: Estimating | None = None
+    evaluation: Evaluating | None = None
     rejects: Rejects | None = None
     review: Reviewing | None = None
     rationale: RationaleFollowUp | None = None
@@ -72,46 +71,31 @@ class Parts:
         return tuple(each for each in (self.compression, self.exits) if each is not None)
 
     @property
-    def groups(self) -> frozenset[Group]:
-        """The columns that the output has besides those of every output."""
-        settings = self.settings
-        asked: dict[Group, Any] = {
-            "adapters": getattr(settings, "adapter_column", None) is not None,
-            "audit": getattr(settings, "audit", 0),
-            "calibrated": self.calibration,
-            "evidence": getattr(settings, "evidence", False),
-            "exits": self.exits,
-            "label_scores": self.exits or settings.label_norm != "none",
-            "openai": getattr(settings, "format", None),
-            "ordered": getattr(settings, "label_values", ()),
-            "question_rows": getattr(settings, "questions_as", "columns") == "rows",
-            "rationales": getattr(settings, "rationale", 0),
-            "review": self.review,
-            "token_logprobs": getattr(settings, "token_logprobs", False),
-        }
-        return frozenset(name for name, given in asked.items() if given)
+    def _all(self) -> tuple[Asking | JobPart, ...]:
+        return (self.asking, *self.readings, *self.follow_ups, *self.judges)
 
     @property
-    def carried(self) -> list[str | None]:
+    def groups(self) -> frozenset[Group]:
+        """The columns that the output has besides those of every output."""
+        return frozenset[Group]().union(*(each.groups for each in self._all))
+
+    @property
+    def carried(self) -> list[str]:
         """Columns of the input that go to the output because a part needs them there."""
-        settings = self.settings
-        truths = list(getattr(settings, "truth_columns", {}).values())
-        choices = [getattr(settings, "choices_column", None)] if truths else []
-        return [*self.asking.carried, *truths, *choices]
+        return [name for each in self._all for name in each.carried]
+
+    @property
+    def probabilities(self) -> Mapping[str, Probabilities]:
+        """What makes the calibrated probabilities of the rows, by the name of the question."""
+        return {} if self.calibration is None else self.calibration.probabilities
 
     def condition(self, schema: OutputSchema) -> Condition | None:
         """Return the condition by which scored rows of an output with this schema are asked about further; None for
         all."""
-        for each in self.follow_ups:
-            if isinstance(each, WaitingQuestions):
-                return each.condition(schema)
-        settings = self.settings
-        if getattr(settings, "rationale_when", None) is None:
-            return None
-        return LimitedCondition(RowCondition(settings.rationale_when), schema, settings.rationale_limit)
+        return next(filter(None, (each.condition(schema) for each in self.follow_ups)), None)
 
 
-def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> Parts:
+def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> Parts:
     """Return the parts of a job with these settings of a command, over rows with the `available` columns, of which
     this is the `first`. Raises UsageError for options that are wrong whatever the rows hold."""
     asking = _asking(settings, available, first)
@@ -120,31 +104,33 @@ def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, An
     more = RationaleFollowUp(settings) if asks_more(settings) else None
     follow_ups = _follow_ups(settings, asking, more, plain=not compression)
     if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
-        return Parts(settings, asking, gates.Gates(settings), compression=compression, follow_ups=follow_ups)
+        return Parts(asking, gates.Gates(settings.gates), compression=compression, follow_ups=follow_ups)
     leaving = Exits(settings, read_as) if leaves_early(settings) else None
     taken = Earlier(settings)
-    probabilities = Calibrating(settings) if settings.calibrates else None
-    shares = Estimating(settings, leaving) if _estimates(settings) else None
-    rejects = Rejects(settings) if settings.rejects is not None else None
-    reviewing = Reviewing(settings) if settings.review_below is not None else None
+    probabilities = Calibrating(settings) if settings.probabilities.calibrates else None
+    shares = Estimating(settings) if _estimates(settings) else None
+    judged = Evaluating(settings) if settings.truth.truth is not None else None
+    rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
+    floors = settings.review.review_below
+    reviewing = None if floors is None else Reviewing(settings, floors)
     judges: tuple[Judge | None, ...] = (
-        LikelihoodJudge() if settings.target_column is not None else None,
-        QuestionJudge(asking.names) if isinstance(asking, QuestionAsking) else None,
+        LikelihoodJudge() if settings.likelihood.target_column is not None else None,
+        QuestionJudge(asking.named) if isinstance(asking, QuestionAsking) else None,
         *(more, taken, probabilities, compression, leaving, shares),
-        Evaluating(settings) if settings.truth is not None else None,
+        judged,
         rejects,
         reviewing,
-        AdapterJudge() if settings.adapter else None,
+        AdapterJudge(settings.adapters) if settings.adapters.adapter else None,
     )
     return Parts(
-        settings,
         asking,
-        gates.Gates(settings),
+        gates.Gates(settings.gates),
         earlier=taken,
         compression=compression,
         exits=leaving,
         calibration=probabilities,
         estimate=shares,
+        evaluation=judged,
         rejects=rejects,
         review=reviewing,
         rationale=more,
@@ -153,76 +139,48 @@ def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, An
     )
 
 
-def _asking(settings: Any, available: Sequence[str], first: Mapping[str, Any]) -> Asking:
-    if getattr(settings, "target_column", None) is not None:
-        return TargetAsking(settings)
-    if getattr(settings, "questions", None) is not None:
-        return QuestionAsking(settings)
-    if getattr(settings, "choices_column", None) is not None:
-        return ChoiceAsking(settings)
-    if kind_of_requests(settings, available, first) and "format" in type(settings).model_fields:
+def _asking(settings: JobSettings, available: Sequence[str], first: Mapping[str, Any]) -> Asking:
+    if (column := settings.likelihood.target_column) is not None:
+        return TargetAsking(settings, column)
+    if settings.asking.questions is not None:
+        return QuestionAsking(settings, settings.asking.questions)
+    if (column := settings.choices.choices_column) is not None:
+        return ChoiceAsking(settings, column)
+    if kind_of_requests(settings, available, first) and "requests" in settings.groups():
         return DecisionAsking(settings, available)
-    if is_batch_file(settings, available) and "served_model_name" in type(settings).model_fields:
+    if is_batch_file(settings, available) and "requests" in settings.groups():
         return BatchAsking(settings)
     return LabelAsking(settings)
 
 
-def _estimates(settings: Any) -> bool:
-    return settings.estimate is not None or bool(settings.audit and (settings.exit or settings.first))
+def _estimates(settings: JobSettings) -> bool:
+    return settings.estimate.estimate is not None or bool(
+        settings.flips.audit and (settings.exits.exit or settings.exits.first)
+    )
 
 
-def _follow_ups(settings: Any, asking: Asking, more: RationaleFollowUp | None, *, plain: bool) -> tuple[FollowUp, ...]:
+def _follow_ups(
+    settings: JobSettings, asking: Asking, more: RationaleFollowUp | None, *, plain: bool
+) -> tuple[FollowUp, ...]:
     if more is not None:
-        return (Evidence(), more) if settings.evidence else (more,)
+        return (Evidence(), more) if settings.rationales.evidence else (more,)
     # A question that is compressed, audited or followed up is asked together with all others.
-    scores = plain and isinstance(settings, ScoreSettings) and not settings.audit and settings.engine == "torch"
+    scores = (
+        plain
+        and isinstance(settings, ScoreSettings)
+        and not settings.flips.audit
+        and settings.engine.engine == "torch"
+    )
     if isinstance(asking, QuestionAsking) and scores:
         return (WaitingQuestions(asking.file),) if asking.file.waiting else ()
     return ()
-
-
-def for_requests(settings: Any, available: Sequence[str], first: Mapping[str, Any]) -> Any:
-    """Return the settings for rows with the `available` columns, of which this is the `first`: if they are requests,
-    with the column of their ids, and if these ask typed questions, with the form of the answers. Raises UsageError for
-    options that do not fit them."""
-    require_batch_file(settings, available)
-    kind, in_lines = kind_of_requests(settings, available, first), is_batch_file(settings, available)
-    named = getattr(settings, "id_column", "")
-    ids = [name for name in ((BATCH_ID,) if in_lines else (BATCH_ID, "id")) if name in available]
-    found = settings
-    if (kind or in_lines) and named is None and ids:
-        found = found.model_copy(update={"id_column": ids[0]})
-    if "format" not in type(settings).model_fields:
-        if kind:
-            raise UsageError(
-                "the rows are requests with typed questions, which prefill score answers and prefill inspect shows\n"
-                "prefill score --dry-run tells what they take"
-            )
-        return found
-    if settings.format and not kind and "output" not in type(settings).model_fields:
-        raise UsageError("--format: the rows are no requests with typed questions\nleave it out")
-    if settings.format and in_lines and named not in (None, BATCH_ID):
-        raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
-    usual = kind or "openai"
-    if settings.format not in (None, usual):
-        raise UsageError(f"--format {settings.format}: the first request has another form\ngive --format {usual}")
-    if kind and not settings.format:
-        found = found.model_copy(update={"format": kind})
-        try:
-            found.check()
-        except UsageError as error:
-            said = (
-                f"the rows ask typed questions, which is --format {kind} unless --prompt-column or --template is given"
-            )
-            raise UsageError(f"{said}\n{error}") from None
-    return found
 
 
 def sections_of(report: RunReport) -> list[Section]:
     """Return the sections of a report, in the order in which terminal and page show them."""
     one: Sequence[Callable[[RunReport], Section | None]] = (
         *(rationale.section, earlier.section, gates.section, calibration.section, compress.section),
-        *(learning.section, estimate.section, review.section),
+        *(exit_report.section, estimate.section, review.section),
     )
     found = [likelihood.section(report), *questions.sections(report), evidence.section(report)]
     found += [section(report) for section in one]

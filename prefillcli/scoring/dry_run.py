@@ -15,14 +15,15 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.outlook import outlook_of
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.survey import Costs, InputStatistics, Survey, lengths_of, survey_section
-from prefillcli.options.commands import PIPE, ScoreSettings
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.groups import PIPE
 from prefillcli.report.run import CommandReport
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Progress, duration
 from prefillcli.runtime.memory import available_memory, peak_memory
 from prefillcli.scoring.loading import plan_weights
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.path_table import dry_run_report, output_of, require_apart
 from prefillcli.scoring.pipes import piped
 from prefillcli.scoring.shell import conclude, shell
@@ -76,7 +77,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
 
     No output is looked at or written. Errors are reported on stderr, and become the exit code in the summary.
     """
-    clock, report = Clock(), DryRunReport.new(settings)
+    clock, report = Clock(), DryRunReport.new(settings.to_json())
     lines: list[tuple[str, str]] = []
 
     def finish() -> None:
@@ -91,32 +92,30 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             report.exit_code = report.exit_code or ResourceError.exit_code
 
     given = settings
-    with shell(report, debug=given.debug, finish=finish) as stop, ExitStack() as pipes:
+    with shell(report, debug=given.run.debug, finish=finish) as stop, ExitStack() as pipes:
         report.output = PIPE if given.writes_stdout else output_of(given)
         with stop.at_once():
             pipe = pipes.enter_context(piped(given))
             settings, output = pipe.settings, output_of(pipe.settings)
             require_apart(settings)
-        if pipe.output is None or settings.report is not None:
-            report.report = dry_run_report(output, settings.report, settings.shard_of)
-        opening = Opening(settings, (settings.id_column, *settings.keep_columns))
-        inputs = opening.inputs
+        if pipe.output is None or settings.files.report is not None:
+            report.report = dry_run_report(output, settings.files.report, settings.files.shard_of)
         with stop.at_once():
-            opening.open_source()
-            opening.open_models()
+            rows, parts = open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
+            inputs = open_inputs(rows, parts)
             costs = _costs(inputs, granularity, report)
         size = WindowSize(granularity.window_rows, batch_rows=granularity.batch_rows)
-        rows = inputs.source.expected_rows if settings.shard_of is None else None
-        progress = Progress(rows, interval=settings.progress_interval, quiet=settings.quiet)
+        expected = inputs.source.expected_rows if settings.files.shard_of is None else None
+        progress = Progress(expected, interval=settings.run.progress_interval, quiet=settings.run.quiet)
         with progress, stop.at_once():
             report.survey = survey(inputs, inputs.windows(inputs.builder.close, size=size), costs, progress.advance)
-            if (exits := opening.parts.exits) is not None:
+            if (exits := parts.exits) is not None:
                 report.outlooks["exits"], lines = outlook_of(inputs, report.survey, exits.profile)
         counts = report.survey.rows.counts
-        empty = settings.shard is None and counts.total == 0
-        rate, skip = settings.max_error_rate, settings.skip_empty
+        empty = settings.files.shard is None and counts.total == 0
+        rate, skip = settings.files.max_error_rate, settings.files.skip_empty
         conclude(report, counts, max_error_rate=rate, empty_input=empty, skip_empty=skip)
-    if not settings.quiet and report.status == "complete":
+    if not settings.run.quiet and report.status == "complete":
         _print_dry_run(report.safe(), lines)
     return report.summary()
 
@@ -131,12 +130,12 @@ def _costs(inputs: Inputs, granularity: Granularity, report: DryRunReport) -> Co
         raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
     report.profile = None if profile is None else name
     free = None
-    if settings.memory is None:
-        taken = plan_weights(settings, opened).taken + draft_bytes(opened)
+    if settings.packs.memory is None:
+        taken = plan_weights(settings.layers, opened).taken + draft_bytes(opened)
         free = max(available_memory(opened.device) - taken, 0)
     else:
         try:
-            plan_weights(settings, opened)
+            plan_weights(settings.layers, opened)
         except ResourceError as error:
             log.warning(f"a run would fail here: {error}")
     names, block_tokens = inputs.labels.names, granularity.block_tokens
@@ -154,7 +153,7 @@ def survey(
     The windows are of the rows of the `inputs`. `tick` is called with the rows and prompt tokens of each window, and
     may raise. Raises the errors that the job raises before it loads weights.
     """
-    id_column = getattr(inputs.settings, "id_column", None)
+    id_column = inputs.settings.ids.id_column
     found, clock = InputStatistics(id_column, json_text=inputs.source.kind == "jsonl"), Clock()
     with coming as windows:
         for number, window in enumerate(windows):
@@ -172,7 +171,7 @@ def survey(
         windows=costs.windows,
         unique_tokens=costs.unique_tokens,
         limits=costs.limits,
-        plans=costs.plans,
+        plan=costs.plan,
         keeps=costs.keeps,
         texts=costs.texts,
         seconds={

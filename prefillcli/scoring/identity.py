@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefillcli.core.inputs import Inputs
-from prefillcli.engines.registry import ENGINES
+from prefillcli.core.inputs import Inputs, OpenRows
 from prefillcli.models import adapters
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened, dtype_name
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import changed
+from prefillcli.options.settings import JobSettings
 from prefillcli.rows.output.target import MEASURE, Job
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.opening import local_models
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 STANDS_FOR = {
     "input": ("inputs", "limit", "sample", "seed", "csv_separator", "csv_quoting"),
@@ -51,10 +52,6 @@ STANDS_FOR = {
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
-SETTINGS_ORDER = ("temperature", "dtype", "id_column", "keep_columns", "partition")
-"""The options whose values are always in the part `settings`, in this order. All others are added where they are not
-at their default, so that a job which does not use a new option is still the one that an earlier version began."""
-
 
 class LocalModels:
     """The contents of the models' folders, taken before anything is read from them.
@@ -63,7 +60,7 @@ class LocalModels:
     `local_models`.
     """
 
-    def __init__(self, settings: ScoreSettings) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self._contents = {path: ModelContents(path) for path in local_models(settings)}
         for contents in self._contents.values():
             contents.begin()
@@ -104,9 +101,9 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     }
     if labels.measure is not Measure.SHARES:
         found[MEASURE] = labels.measure.value
-    if settings.label_norm != "none":
-        found["label_norm"] = settings.label_norm
-    if settings.engine != "torch":
+    if settings.answers.label_norm != "none":
+        found["label_norm"] = settings.answers.label_norm
+    if settings.engine.engine != "torch":
         found["engine"] = hash_engine(settings)
     small = [models.of(each.files.origin) for each in opened.small]
     if small:
@@ -123,11 +120,9 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
         found |= parts.review.identity()
     for each in parts.readings:
         found |= each.identity(values)
-    if settings.adapter:
-        found["adapters"] = adapters.identity(settings, opened, values, models.of)
-    found["settings"] = hash_value(
-        [*(values[name] for name in SETTINGS_ORDER), *changed(ScoreSettings, values, SETTINGS_ORDER)]
-    )
+    if settings.adapters.adapter:
+        found["adapters"] = adapters.identity(settings.adapters, opened, values, models.of)
+    found["settings"] = hash_value(changed(ScoreSettings, values))
     return found
 
 
@@ -135,44 +130,47 @@ def _one_or_hash(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else hash_value(digests)
 
 
-def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
+def output_job(fingerprint: Mapping[str, str], settings: JobSettings) -> Job:
     """Return the job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
-    selection = {name: getattr(settings, name) for name in settings.changing("rows")}
-    return Job(dict(fingerprint), selection, settings.id_column, asked(settings))
+    selection = {name: settings.value(name) for name in settings.changing("rows")}
+    return Job(dict(fingerprint), selection, settings.ids.id_column, asked(settings))
 
 
-def asked(settings: ScoreSettings) -> str:
+def asked(settings: JobSettings) -> str:
     """Return the digest of the options that may change an output."""
     names = settings.changing("scores", "columns", "rows")
-    return hash_value([[name, str(getattr(settings, name))] for name in names])
+    return hash_value([[name, str(settings.value(name))] for name in names])
 
 
-def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
+def is_same(rows: OpenRows, models: LocalModels, job: Job) -> bool:
     """Return whether the job of an output is surely that of an opening whose models are not open yet, because its
     options, input and model are the same. Errors of reading pass through."""
     known = job.fingerprint
     return (
-        job.asked == asked(inputs.settings)
+        job.asked == asked(rows.settings)
         and known.get("model") in models.digests.values()
-        and known.get("input") == inputs.source.fingerprint()
+        and known.get("input") == rows.source.fingerprint()
     )
 
 
-def hash_engine(settings: ScoreSettings) -> str:
+def hash_engine(settings: JobSettings) -> str:
     """Return the digest of the engine and those of its options that may change a score."""
-    sizes = ENGINES[settings.engine].sizes
+    sizes = ENGINES[settings.engine.engine].sizes
     return hash_value(
-        [settings.engine, {key: value for key, value in settings.engine_options.items() if key not in sizes}]
+        [
+            settings.engine.engine,
+            {key: value for key, value in settings.engine.engine_options.items() if key not in sizes},
+        ]
     )
 
 
-def _values(settings: ScoreSettings, opened: Opened) -> dict[str, Any]:
+def _values(settings: JobSettings, opened: Opened) -> dict[str, Any]:
     """Return the options that the fingerprint has by their value."""
     elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
-    return {name: getattr(settings, name) for name in names} | {
+    return {name: settings.value(name) for name in names} | {
         "dtype": str(opened.files.dtype),
-        "trust_remote_code": settings.trust_remote_code and _replaces_code(opened),
+        "trust_remote_code": settings.lm.trust_remote_code and _replaces_code(opened),
     }
 
 

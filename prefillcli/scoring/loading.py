@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from prefillcli.core.models import Models
-from prefillcli.engines.base import Engine, LoadRequest
-from prefillcli.engines.memory_plan import RESIDENT, Measured
-from prefillcli.engines.registry import loader_of
+from prefillcli.engines.base import Engine, LoadRequest, loader_of
+from prefillcli.engines.memory_plan import Measured
 from prefillcli.followup.rationale import let_draft_guess, text_room
 from prefillcli.models.open import Opened, Small
-from prefillcli.options.groups import LoadingOptions, PlacementOptions
-from prefillcli.options.requirements import compresses, leaves_early
+from prefillcli.options.groups import LayerOptions
+from prefillcli.options.requirements import compresses
+from prefillcli.options.settings import JobSettings
 
 if TYPE_CHECKING:
     from prefillcli.engines.torch import TorchEngine
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def load_models(
     opened: Opened,
-    settings: LoadingOptions,
+    settings: JobSettings,
     *,
     before: Mapping[str, Any] = MappingProxyType({}),
     measured: Measured | None = None,
@@ -39,23 +39,24 @@ def load_models(
     Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     if opened.small:
-        plan_weights(settings, opened)  # raises ResourceError
+        plan_weights(settings.layers, opened)  # raises ResourceError
     tokens, texts_of = text_room(settings, opened, names)
     small = [_load_small(each, opened, settings) for each in opened.small]
-    loaded = loader_of(getattr(settings, "engine", "torch")).load(
+    loaded = loader_of(settings.engine.engine).load(
         LoadRequest(
             opened,
-            settings,
-            getattr(settings, "engine_options", {}),
+            settings.packs,
+            settings.engine.engine_options,
             before,
             measured,
             share,
             planned,
-            settings if isinstance(settings, PlacementOptions) else RESIDENT,
+            settings.layers,
+            trust_remote_code=settings.lm.trust_remote_code,
             text_tokens=tokens,
             texts_of=texts_of,
-            arithmetic=_arithmetic(settings),
-            plan_weights=partial(plan_weights, settings, opened, draft=False, share=share),
+            arithmetic=_arithmetic(settings.layers),
+            plan_weights=partial(plan_weights, settings.layers, opened, draft=False, share=share),
         )
     )
     same = before if planned or before.get("asked") == loaded.plan.get("asked") else {}
@@ -74,7 +75,7 @@ def load_models(
         from prefillcli.reading.compress.load import load_draft
 
         models.add("draft", load_draft(models))
-    if leaves_early(settings) and cast("Any", settings).chain:
+    if settings.exits.chain:
         from prefillcli.reading.exits.first import load_first
 
         models.add("first", load_first(models))
@@ -82,56 +83,58 @@ def load_models(
     return models
 
 
-def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
+def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     """Open the models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
     `Loader`, and UsageError for adapters that do not fit."""
-    opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings, dtypes)
-    if not getattr(settings, "adapter", None):
+    opened, own = loader_of(settings.engine.engine).open_models(settings, dtypes), settings.adapters
+    if not own.adapter:
         return opened
     from prefillcli.models.adapters import open_adapters
 
-    trusted = settings.trust_remote_code
-    return open_adapters(opened, settings.adapter, settings.adapter_column, trust_remote_code=trusted)
+    trusted = settings.lm.trust_remote_code
+    return open_adapters(
+        opened, settings.adapters.adapter, settings.adapters.adapter_column, trust_remote_code=trusted
+    )
 
 
-def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
+def plan_weights(layers: LayerOptions, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
     """Return how the weights of the layer walk's model are kept: on the device, or streamed. With `draft` those of the
     draft must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory; others
     take the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
     from prefillcli.models.streamed_layers import plan_streamed
     from prefillcli.models.weights import plan_resident
 
-    where = getattr(settings, "weights", "resident")
-    if where == "resident":
+    if layers.weights == "resident":
         return plan_resident(opened, draft=draft)
-    found = plan_streamed(opened, settings.weights_memory, always=where == "stream", draft=draft, share=share)
+    always = layers.weights == "stream"
+    found = plan_streamed(opened, layers.weights_memory, always=always, draft=draft, share=share)
     return found or plan_resident(opened, draft=draft)
 
 
-def _arithmetic(settings: Any) -> Arithmetic | None:
+def _arithmetic(layers: LayerOptions) -> Arithmetic | None:
     # The arithmetic of a walk through the layers; None where it takes the fastest way of the device.
-    if not getattr(settings, "deterministic", False):
+    if not layers.deterministic:
         return None
     from prefillcli.walk.determinism import by_row
 
     return by_row()
 
 
-def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:
+def _load_small(small: Small, opened: Opened, settings: JobSettings) -> Any:
     """Load the weights of a small model, on the model's device. Raises as `load_model`, and UsageError if it cannot
     be a draft."""
     from prefillcli.models.load import load_model, load_weights
     from prefillcli.models.rehearsal import check_uses
 
     load = load_weights if small.files.encoder else load_model  # an encoder is not walked
-    loaded = load(small.files, opened.device, trust_remote_code=settings.trust_remote_code)
-    if settings.draft is not None:
+    loaded = load(small.files, opened.device, trust_remote_code=settings.lm.trust_remote_code)
+    if settings.compression.draft is not None:
         check_uses(loaded, drafts=f"--draft {small.files.origin}", compresses=False)
     return loaded
 
 
 def load_walk(
-    opened: Opened, settings: LoadingOptions, *, share: float = 1.0, names: Sequence[str] = ()
+    opened: Opened, settings: JobSettings, *, share: float = 1.0, names: Sequence[str] = ()
 ) -> Models[TorchEngine]:
     """Load the models as `load_models` does, where the engine is the layer walk."""
     return cast("Models[TorchEngine]", load_models(opened, settings, share=share, names=names))

@@ -29,7 +29,6 @@ from prefillcli.report.run import Tokens
 from prefillcli.rows.records import (
     BEFORE,
     ErrorCode,
-    Float64Array,
     Prompt,
     PromptKey,
     RowError,
@@ -39,6 +38,7 @@ from prefillcli.rows.records import (
     unasked,
 )
 from prefillcli.runtime.clock import Phase
+from prefillcli.stats.arrays import Float64Array
 
 if TYPE_CHECKING:
     from prefillcli.reading.exits.exits import Exits
@@ -343,7 +343,6 @@ class FollowUpWork:
         wanted: Sequence[WantedRow],
         further: FurtherQuestions,
         limits: Limits,
-        schedule: str,
         tick: Callable[[], None] = lambda: None,
         next_tokens: int = 0,
     ) -> None:
@@ -366,7 +365,7 @@ class FollowUpWork:
             tick()
         if self.questions:
             writes = any(each.text for each in self.questions)
-            self.plan = plan_requests(self.questions, limits.for_texts() if writes else limits, schedule)
+            self.plan = plan_requests(self.questions, limits.for_texts() if writes else limits)
 
     @property
     def done_prompts(self) -> list[int]:
@@ -409,9 +408,7 @@ class FollowUpWork:
         return [] if self._open[row.row] else [row]
 
 
-def follow_up(
-    work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
-) -> FollowUpWork | None:
+def follow_up(work: WindowWork, limits: Limits, tick: Callable[[], None] = lambda: None) -> FollowUpWork | None:
     """Return the next questions about some of a window's wanted rows, after all its packs are answered; None if none
     are left.
 
@@ -428,7 +425,7 @@ def follow_up(
     while work.wanted and (not group or tokens + each * work.wanted[0].prompt_tokens <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
         tokens += each * group[-1].prompt_tokens
-    found = FollowUpWork(work.window, group, further, limits, schedule, tick, work.next_tokens)
+    found = FollowUpWork(work.window, group, further, limits, tick, work.next_tokens)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
     return found
@@ -443,7 +440,6 @@ class ScoringOptions:
     computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `questions` is `ModelScorer.requests`.
     """
 
-    schedule: str
     block_tokens: int = 0
     questions: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
@@ -526,9 +522,7 @@ def begin_window(
         finished.tokens.prompt += waiting
         listener.step(None, 0, waiting, 0)
     with listener.phase("plan"):
-        work.plan = plan_requests(
-            work.questions, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
-        )
+        work.plan = plan_requests(work.questions, engine.limits, carried=carried, block_tokens=options.block_tokens)
     finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
     finished.carried = work.plan.carried
     return work, finished
@@ -826,7 +820,7 @@ class ScoringLoop:
         def tick() -> None:
             self.receiver.step(None, 0, 0, 0)
 
-        following = follow_up(opened.first, self._pool.limits, self.options.schedule, tick)
+        following = follow_up(opened.first, self._pool.limits, tick)
         if following is not None:
             self.receiver.take(opened.window, Finished(rows=following.finished))
             opened.work = following

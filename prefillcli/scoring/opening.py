@@ -3,177 +3,213 @@ mistakes are cheapest to find."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from prefillcli.asking.batch_files import is_batch_file, require_batch_file
+from prefillcli.asking.batch_files import require_batch_file
+from prefillcli.asking.decisions import DecisionAsking, for_requests
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking
-from prefillcli.asking.requests import is_request_file
-from prefillcli.core.inputs import Inputs
-from prefillcli.engines.registry import require_engine
+from prefillcli.core.inputs import ALL_COLUMNS, Inputs, OpenRows, open_source
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
 from prefillcli.judging.calibration import content_free_prompts
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, asks_typed, local_model, small_models
 from prefillcli.options.combinations import given
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.groups import JobOptions
+from prefillcli.options.engines import require_engine
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.runtime import clock, log
-from prefillcli.scoring.compose import Parts, compose, for_requests
+from prefillcli.scoring.compose import Parts, compose
 from prefillcli.scoring.loading import open_models
 from prefillcli.scoring.path_table import refuse_unlike_partitions
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 
-class Opening:
-    """Opens the inputs of a command, and composes the parts of its job.
+def open_rows(settings: JobSettings, carried: Sequence[str | None] = ()) -> tuple[OpenRows, Parts]:
+    """Open the rows of a command and the template that makes prompts of them, and compose the parts of its job.
 
-    `open_source`, then `open_models`. `carried` are the input columns that are read besides those of the prompts: by
-    default those of the output, including the id.
+    `carried` are input columns that go to the output. A wrong file, column, template or model folder is reported here,
+    before the import of torch, which takes seconds. Raises UsageError or PrefillError as `Source` does.
     """
-
-    parts: Parts
-
-    def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
-        self.inputs = Inputs(settings, carried)
-        self._scores = isinstance(settings, ScoreSettings)  # whether options for whole outputs are checked
-
-    def compose(self, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> None:
-        """Compose the parts for rows with these columns, of which this is the first. Raises UsageError."""
-        inputs = self.inputs
-        self.parts = compose(inputs.settings, available, first)
-        inputs.asking, inputs.groups = self.parts.asking, self.parts.groups
-        inputs.carry(self.parts.carried)
-        if isinstance(inputs.asking, QuestionAsking):
-            inputs.question_schemas = inputs.asking.schemas
-        if self.parts.compression is not None:
-            inputs.row_columns = COMPRESSION_COLUMNS
-
-    def open_source(self) -> None:
-        """Open the rows, and the template that makes prompts of them.
-
-        A wrong file, column, template or model folder is reported here, before the import of torch, which takes
-        seconds. Raises UsageError or PrefillError as `Source` does.
-        """
-        inputs, settings = self.inputs, self.inputs.settings
-        clock.step("looking at the input")
-        self.compose()  # raises UsageError for options that are wrong whatever the input holds
-        inputs.source = source = Source.open(
-            settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed, **settings.csv
+    clock.step("looking at the input")
+    source = open_source(settings)
+    given, settings = settings, for_requests(settings, source.available, source.first)
+    parts = compose(settings, source.available, source.first)
+    asking, template = parts.asking, settings.prompts.template
+    # Questions of a file compile their own
+    compiled = None if template is None or isinstance(asking, QuestionAsking) else RowTemplate(template)
+    names = [*carried, *parts.carried, *([] if settings is given else [settings.ids.id_column])]
+    rows = rows_of(settings, parts, source, _carried(settings, names, source), compiled)
+    columns = tuple(asking.columns(source.available, compiled))
+    if parts.rejects is not None:
+        parts.rejects.check_source(source)  # which reads other columns from then on
+    source.select(columns=columns, carried=rows.carried)
+    if (column := settings.adapters.adapter_column) is not None and column not in source.available:
+        raise UsageError(
+            f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
         )
-        if (found := for_requests(settings, source.available, source.first)) is not settings:
-            settings = inputs.settings = found
-            inputs.carry([settings.id_column])
-        if is_batch_file(settings, source.available) or is_request_file(settings, source.available):
-            self.compose(source.available, source.first)
-        own = settings.template is not None and not isinstance(inputs.asking, QuestionAsking)  # which compiles its own
-        inputs.template = RowTemplate(settings.template) if own else None
-        columns = inputs.asking.columns(source.available, inputs.template)
-        source.select(columns=tuple(columns), carried=inputs.carried)
-        if (column := getattr(settings, "adapter_column", None)) is not None and column not in source.available:
-            raise UsageError(
-                f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
-            )
-        models = local_models(settings)
-        require_engine(getattr(settings, "engine", "torch"))
-        for path in source.left_out:
-            log.warning(f"{without_secrets(path)}: not read: by its name no Parquet, JSON Lines or CSV")
-        if self.parts.rejects is not None:
-            self.parts.rejects.check_source(source)
-        labels = inputs.asking.named_labels(models[0]) if models else None
-        if labels is not None:
-            inputs.labels = labels
-            if self._scores:
-                require_label_uses(inputs)
-            self._check_labels()
-        if self._scores:
-            refuse_unlike_partitions(settings, source.partition_keys)
-        self.require_uses(source.available)
-
-    def open_models(self, dtypes: Sequence[str] = ()) -> None:
-        """Open the models' folders, and make prompts possible. No weights are loaded. `dtypes` are the number formats
-        that are chosen already. Raises UsageError."""
-        settings = self.inputs.settings
-        if not hasattr(self, "parts"):
-            self.compose()
-        if not hasattr(self.inputs, "source"):
-            local_models(settings)
-        clock.step("starting torch and transformers")
-        self.use_models(open_models(settings, dtypes))
-        if hasattr(self.inputs, "source"):
-            self.open_rows()
-
-    def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
-        """Take these models, with their `labels` if these are known already."""
-        inputs, parts = self.inputs, self.parts
-        inputs.opened = opened
-        if opened.files.encoder:
-            inputs.settings.take_encoder(opened.files.origin)
-            log.info(f"{opened.files.origin}: an encoder, scored in padded batches by transformers (--engine hf)")
-        inputs.labels = inputs.asking.labels(opened) if labels is None else labels
-        if self._scores:
-            require_label_uses(inputs)
-        if isinstance(parts.asking, LabelAsking):
-            parts.asking.warn(opened)
-        if parts.rationale is not None:
-            parts.rationale.require_labels(inputs.labels)
-        if parts.calibration is not None:
-            parts.calibration.open(inputs)
-        if parts.exits is not None:
-            parts.exits.require_models(opened)
-        self._check_labels()
-
-    def _check_labels(self) -> None:
-        # First by their names alone, before torch is imported, and then as they are.
-        if not hasattr(self.inputs, "source"):
-            return
-        for each in self.parts.judges:
-            each.check(self.inputs)
-        if self._scores:
-            self.inputs.schema().require_distinct(self.inputs.settings.truth_columns.values())
-
-    def open_rows(self) -> None:
-        """Make prompts possible. Raises UsageError."""
-        self.inputs.open_rows()
-        self.make_common_prompts()
-        if self._scores:
-            self.parts.condition(self.inputs.schema())  # raises UsageError for columns that the output lacks
-
-    def make_common_prompts(self) -> None:
-        """Make the prompts, besides those of the rows, on which all results depend. Raises UsageError."""
-        if self.parts.calibration is not None:
-            self.inputs.common = content_free_prompts(self.inputs.settings, self.inputs)
-
-    def require_uses(self, available: Sequence[str]) -> None:
-        """Raise UsageError for an option of `prefill score` that has no effect on rows with these columns, or that
-        names another one."""
-        if not self._scores:
-            return
-        require_batch_file(self.inputs.settings, available)
-        if self.parts.compression is not None:
-            self.parts.compression.require_use(available)
+    models = local_models(settings)
+    require_engine(settings.engine.engine)
+    for path in source.left_out:
+        log.warning(f"{without_secrets(path)}: not read: by its name no Parquet, JSON Lines or CSV")
+    if isinstance(asking, DecisionAsking):
+        asking.require_lines(source)
+    labels = asking.named_labels(models[0]) if models else None
+    if labels is not None:
+        if checks_outputs(settings):
+            require_label_uses(settings, labels)
+        _checked(rows, parts, labels)
+    if checks_outputs(settings):
+        refuse_unlike_partitions(settings, source.partition_keys)
+        require_uses(settings, parts, source.available)
+    return rows, parts
 
 
-def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
-    """Open the rows of a command, then the models' folders. Raises as `Opening`."""
-    opening = Opening(settings, carried)
-    opening.open_source()
-    opening.open_models()
-    return opening
+def rows_of(
+    settings: JobSettings,
+    parts: Parts,
+    source: Source,
+    carried: Sequence[str] = (),
+    template: RowTemplate | None = None,
+) -> OpenRows:
+    """Return the rows of a source for a job with these parts."""
+    asking = parts.asking
+    return OpenRows(
+        settings,
+        source,
+        asking,
+        parts.groups,
+        carried,
+        row_columns=None if parts.compression is None else COMPRESSION_COLUMNS,
+        template=template,
+    )
 
 
-def local_models(settings: JobOptions) -> list[Path]:
+def _carried(settings: JobSettings, names: Sequence[str | None], source: Source) -> Sequence[str]:
+    # The columns of the input that go to the output, where `ALL_COLUMNS` stands for all of them.
+    found = [name for name in names if name is not None]
+    if ALL_COLUMNS in found and ALL_COLUMNS not in source.available:
+        found = [name for name in found if name != ALL_COLUMNS] + list(source.available)
+    keys = source.partition_keys if settings.files.partition else ()
+    return tuple(dict.fromkeys((*found, *keys)))
+
+
+def checks_outputs(settings: JobSettings) -> bool:
+    """Return whether options for whole outputs are checked."""
+    return isinstance(settings, ScoreSettings)
+
+
+def open_inputs(rows: OpenRows, parts: Parts, dtypes: Sequence[str] = ()) -> Inputs:
+    """Open the models' folders, and make prompts possible. No weights are loaded. `dtypes` are the number formats that
+    are chosen already. Raises UsageError."""
+    clock.step("starting torch and transformers")
+    return use_models(rows, parts, open_models(rows.settings, dtypes))
+
+
+def use_models(rows: OpenRows, parts: Parts, opened: Opened, labels: Labels | None = None) -> Inputs:
+    """Read the rows by models that are open, with their `labels` if these are known already. Raises UsageError."""
+    labels, schema = answers_of(rows, parts, opened, labels)
+    builder = rows.make_builder(opened, labels, rows.source.available, rows.template)
+    rows.select(rows.source, builder)
+    tell_way(rows.settings, builder)
+    inputs = with_common_prompts(Inputs(rows, opened, labels, schema, builder))
+    if checks_outputs(rows.settings):
+        parts.condition(schema)  # raises UsageError for columns that the output lacks
+    return inputs
+
+
+def answers_of(
+    rows: OpenRows, parts: Parts, opened: Opened, labels: Labels | None = None
+) -> tuple[Labels, OutputSchema]:
+    """Return the labels after each prompt, and the columns of the output. Raises UsageError for options that do not
+    fit them."""
+    settings = rows.settings
+    labels = labels_of(settings, parts, opened, labels)
+    calibrated = () if parts.calibration is None else parts.calibration.open(rows.schema(labels, opened))
+    if parts.exits is not None:
+        parts.exits.require_models(opened)
+    return labels, _checked(rows, parts, labels, opened, calibrated)
+
+
+def labels_of(settings: JobSettings, parts: Parts, opened: Opened, labels: Labels | None = None) -> Labels:
+    """Return the labels after each prompt; `labels`, if they are known already. Raises UsageError for models that do
+    not fit the settings."""
+    if opened.files.encoder:
+        settings.take_encoder(opened.files.origin)
+        log.info(f"{opened.files.origin}: an encoder, scored in padded batches by transformers (--engine hf)")
+    found = parts.asking.labels(opened) if labels is None else labels
+    if checks_outputs(settings):
+        require_label_uses(settings, found)
+    if isinstance(parts.asking, LabelAsking):
+        parts.asking.warn(opened)
+    if parts.rationale is not None:
+        parts.rationale.require_labels(found)
+    return found
+
+
+def _checked(
+    rows: OpenRows, parts: Parts, labels: Labels, opened: Opened | None = None, calibrated: Collection[str] = ()
+) -> OutputSchema:
+    # The columns of the output, once the judges have checked the labels: by their names alone, before torch is
+    # imported, and then as they are.
+    schema = rows.schema(labels, opened, calibrated)
+    for each in parts.judges:
+        each.check(rows, labels, schema)
+    if parts.review is not None:
+        schema = rows.schema(labels, opened, calibrated, parts.review.floors(schema))
+    if checks_outputs(rows.settings):
+        schema.require_distinct(rows.settings.truth_columns.values())
+    return schema
+
+
+def open_without_rows(settings: JobSettings) -> tuple[Opened, Labels]:
+    """Open the models' folders of a command, whatever its rows, and their labels. Raises UsageError."""
+    parts = compose(settings)
+    local_models(settings)
+    clock.step("starting torch and transformers")
+    opened = open_models(settings)
+    return opened, labels_of(settings, parts, opened)
+
+
+def with_common_prompts(inputs: Inputs) -> Inputs:
+    """Add the prompts, besides those of the rows, on which all results depend. Raises UsageError."""
+    found = content_free_prompts(inputs) if inputs.settings.probabilities.calibrate_with else ()
+    return replace(inputs, common=found) if found else inputs
+
+
+def tell_way(settings: JobSettings, builder: PromptBuilder, told: str = "") -> str:
+    """Log how the chats of a builder get to the answer, unless that is `told` already; return it."""
+    said = builder.way.said if builder.way else ""
+    if said and said != told and not settings.run.quiet:
+        ends = "the model thinks first" if settings.prompts.thinking == "on" else "the answer comes next"
+        log.info(f"{said}, so that {ends} (--thinking)")
+    return said
+
+
+def require_uses(settings: JobSettings, parts: Parts, available: Sequence[str]) -> None:
+    """Raise UsageError for an option of `prefill score` that has no effect on rows with these columns, or that names
+    another one."""
+    require_batch_file(settings, available)
+    if parts.compression is not None:
+        parts.compression.require_use(available)
+
+
+def local_models(settings: JobSettings) -> list[Path]:
     """Return the folders and GGUF files on this machine of the model, the draft, first models and adapters."""
-    found = [sample_model(asks_typed(settings)) if settings.model is None else local_model(settings.model, "--model")]
+    found = [
+        sample_model(asks_typed(settings)) if settings.lm.model is None else local_model(settings.lm.model, "--model")
+    ]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]
-    adapters = getattr(settings, "adapter", {})
+    adapters = settings.adapters.adapter
     if adapters:
         from prefillcli.models.adapters import local_adapter
 
@@ -203,9 +239,8 @@ _MEANINGLESS: dict[str, tuple[Measure, ...]] = {
 }
 
 
-def require_label_uses(inputs: Inputs) -> None:
+def require_label_uses(settings: JobSettings, labels: Labels) -> None:
     """Raise UsageError for the first option that has no meaning for numbers of the labels' kind."""
-    settings, labels = inputs.settings, inputs.labels
     if labels.measure in (
         Measure.SHARES,
         Measure.CHOICES,
@@ -219,7 +254,7 @@ def require_label_uses(inputs: Inputs) -> None:
         why = "the classes of this model do not exclude one another: each has its own probability"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
-        if settings.audit and len(labels.names) == 1:  # no prediction could flip
+        if settings.flips.audit and len(labels.names) == 1:  # no prediction could flip
             asked += ["--audit"]
         why = "the model's head gives values, which are not probabilities"
         advice = "leave it out, or give --head probability"

@@ -18,6 +18,7 @@ from prefillcli.judging.review import is_review
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
 from prefillcli.options.requirements import leaves_early
+from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.templates import names_template
 from prefillcli.reading.exits.policy import exits_path
 from prefillcli.report.section import page_of
@@ -37,7 +38,7 @@ from prefillcli.rows.filesystems import (
 )
 from prefillcli.rows.input.discovery import CODECS, KINDS, discover, would_find
 from prefillcli.rows.output import FILE_ENDINGS, Shard
-from prefillcli.rows.output.sink import shards_beside
+from prefillcli.rows.output.shards import shards_beside
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.proof import ModelContents, is_model_file
 
@@ -242,17 +243,17 @@ def require_apart(settings: Settings) -> None:
     """
     writes = list(_writes(settings))
     reads = list(_reads(settings, {use.place.system for use in writes}))
-    same_as = {name: details_of(type(settings), name).same_as for name in type(settings).model_fields}
+    same_as = {name: details_of(type(settings), name).same_as for name in settings.options()}
     for number, use in enumerate(writes):
         for other in (*reads, *writes[:number]):
             replaced = not other.writes and same_as.get(other.option) == use.option
             if use.meets(other) and not replaced:
                 raise _refusal(use, other)
         _require_not_read_next(use, settings)
-        if use.side or (use.output and not getattr(settings, "dry_run", False)):
+        if use.side or (use.output and not (isinstance(settings, JobSettings) and settings.prediction.dry_run)):
             _require_writable(use.path)
         if use.side:
-            overwrite = getattr(settings, "overwrite", None)
+            overwrite = settings.value("overwrite") if "overwrite" in settings.options() else None
             require_ours(use.path, use.side, use.called, overwrite=overwrite)
 
 
@@ -279,7 +280,7 @@ def _refusal(use: PathUse, other: PathUse) -> UsageError:
 
 def _require_not_read_next(use: PathUse, settings: Settings) -> None:
     """Raise UsageError if the next run over a folder or glob would read a written file as its input."""
-    for given in getattr(settings, "inputs", ()):
+    for given in settings.input.inputs if isinstance(settings, JobSettings) else ():
         if (use.output or use.side) and would_find(given, use.path, folder=bool(use.holds)):
             raise UsageError(
                 f"{use.called} lies among the inputs: the next run over {given} would read it as input\n"
@@ -289,8 +290,8 @@ def _require_not_read_next(use: PathUse, settings: Settings) -> None:
 
 def _named(settings: Settings) -> Iterator[tuple[str, PathRole, tuple[str, ...]]]:
     """Yield the options that name paths, each with its use and the path."""
-    for name in type(settings).model_fields:
-        role, value = details_of(type(settings), name).path, getattr(settings, name)
+    for name in settings.options():
+        role, value = details_of(type(settings), name).path, settings.value(name)
         if role is not None:
             values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
             yield name, role, tuple(each for each in values if each is not None)
@@ -363,11 +364,11 @@ def _writes(settings: Settings) -> Iterator[PathUse]:
                 yield _side(name, path, role, _flag(name))
 
 
-def output_of(settings: ScoreSettings | MergeSettings) -> str:
+def output_of(settings: JobSettings | MergeSettings) -> str:
     """Return the path of the scores: the given one, or else one beside the first input."""
-    if isinstance(settings, MergeSettings) or settings.output is not None:
-        return settings.output or ""
-    return default_output(settings.inputs[0], partition=settings.partition)
+    if isinstance(settings, MergeSettings) or settings.files.output is not None:
+        return settings.files.output or ""
+    return default_output(settings.input.inputs[0], partition=settings.files.partition)
 
 
 def _output(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[PathUse]:
@@ -384,9 +385,9 @@ def _output(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[Path
 
 def _reports(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[PathUse]:
     """Yield the report of a run, its page, and its exit profile; or the report of a dry run."""
-    called = "the report" if settings.report is None else _flag(name)
-    place = output_of(settings), settings.report, _shard_of(settings)
-    if isinstance(settings, ScoreSettings) and settings.dry_run:
+    called = "the report" if settings.files.report is None else _flag(name)
+    place = output_of(settings), settings.files.report, _shard_of(settings)
+    if isinstance(settings, ScoreSettings) and settings.prediction.dry_run:
         yield _side(name, dry_run_report(*place), "dry run", called)
         return
     path = report_path(*place)
@@ -394,12 +395,12 @@ def _reports(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[Pat
     yield _side(name, page_of(path), "page", f"the page of {called},")
     if not isinstance(settings, ScoreSettings) or not leaves_early(settings):
         return
-    if settings.exit_profile is None and settings.rare_option is None:
+    if settings.exits.exit_profile is None and settings.exits.rare_option is None:
         yield _side(name, exits_path(path), "exits", "what is learnt of exits,")
 
 
 def _shard_of(settings: ScoreSettings | MergeSettings) -> Shard | None:
-    return settings.shard_of if isinstance(settings, ScoreSettings) else None
+    return settings.files.shard_of if isinstance(settings, ScoreSettings) else None
 
 
 def _side(name: str, path: str, side: str, called: str) -> PathUse:
@@ -419,16 +420,16 @@ def _flag(name: str) -> str:
     return "INPUT" if name == "inputs" else "SCORES" if name == "scores" else "--" + name.replace("_", "-")
 
 
-def refuse_unlike_partitions(settings: ScoreSettings, keys: Sequence[str]) -> None:
+def refuse_unlike_partitions(settings: JobSettings, keys: Sequence[str]) -> None:
     """Raise UsageError if --partition is given and the output cannot have folders like the input's, named by these
     `keys`."""
-    if not settings.partition:
+    if not settings.files.partition:
         return
     if not keys:
         raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
     output = output_of(settings)
     if not Target.parse(output).directory:
         raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
-    for option, column in (("--id-column", settings.id_column), ("--truth", getattr(settings, "truth", None))):
+    for option, column in (("--id-column", settings.ids.id_column), ("--truth", settings.truth.truth)):
         if column in keys:
             raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")

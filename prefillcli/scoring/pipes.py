@@ -18,7 +18,7 @@ _START = 1 << 16  # bytes that show a format
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """A job with files in place of its pipes. Without any, its `settings` are those that were given."""
+    """A job with files instead of its pipes. Without any, its `settings` are those that were given."""
 
     settings: ScoreSettings
     output: Path | None = None
@@ -39,7 +39,7 @@ class Piped:
 
 @contextmanager
 def piped(settings: ScoreSettings) -> Iterator[Piped]:
-    """Give a job files in place of its pipes, inside the block: rows of stdin are stored first.
+    """Give a job files instead of its pipes, inside the block: rows of stdin are stored first.
 
     Raises ResourceError where they do not fit the disk, and UsageError as `discover`.
     """
@@ -47,14 +47,14 @@ def piped(settings: ScoreSettings) -> Iterator[Piped]:
         yield Piped(settings)
         return
     with tempfile.TemporaryDirectory(prefix="prefill-") as folder:
-        inputs, output = settings.inputs, None
+        inputs, output = settings.input.inputs, None
         if settings.reads_stdin:
             inputs = (str(_stored(Path(folder))),)
         if settings.writes_stdout:
             (first, *_), _ = discover(inputs)
             output = Path(folder) / ("stdout.csv" if first.kind in ("csv", "tsv") else "stdout.jsonl")
-        paths = {"inputs": inputs, "output": settings.output if output is None else str(output)}
-        yield Piped(settings.model_copy(update=paths), output)
+        paths = {"inputs": inputs, "output": settings.files.output if output is None else str(output)}
+        yield Piped(settings.with_options(paths), output)
 
 
 def _stored(folder: Path) -> Path:

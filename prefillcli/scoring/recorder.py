@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from prefillcli.core.scorer import USUAL, Granularity
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -20,16 +21,19 @@ from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.report.run import FirstAnswers, LikelyToken
 from prefillcli.report.verdict import ABOUT_ANSWERS
-from prefillcli.rows.records import Float64Array, NextTokens, Prompt, ScoredRow, Window
+from prefillcli.rows.records import NextTokens, Prompt, ScoredRow, Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
 from prefillcli.scoring.loop import NEXT_TOKENS, Finished
-from prefillcli.stats.evaluation import UNANSWERED_MASS, Measure, label_mass, label_probabilities
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.labels import UNANSWERED_MASS, Measure, label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
     from prefillcli.reading.earlier import EarlierOutput
     from prefillcli.rows.output.sink import Sink
+    from prefillcli.scoring.compose import Parts
+    from prefillcli.scoring.identity import LocalModels
 
 #: Seconds that the model takes for a plan.
 Predict = Callable[[Plan], float]
@@ -253,17 +257,28 @@ class Recorder:
     too many.
     """
 
-    def __init__(self, run: Run, rows: Callable[[], Expected | None], forecast: RemainingTime | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        parts: Parts,
+        models: LocalModels,
+        rows: Callable[[], Expected | None],
+        *,
+        granularity: Granularity = USUAL,
+        forecast: RemainingTime | None = None,
+    ) -> None:
         self.tokens = run.tokens
         self.packs = 0
-        self._run = run
+        self._run, self._parts, self._models = run, parts, models
         self._sink, self._clock, self._stop = run.sink, run.clock, run.stop
-        self.first_window = FirstWindow(run.inputs.labels, run.inputs.opened.tokenizer, run.settings.temperature)
+        self.first_window = FirstWindow(
+            run.inputs.labels, run.inputs.opened.tokenizer, run.settings.answers.temperature
+        )
         self._forecast = forecast
         self._progress = Progress(
             rows,
-            interval=run.settings.progress_interval,
-            quiet=run.settings.quiet,
+            interval=run.settings.run.progress_interval,
+            quiet=run.settings.run.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
         self._drafted = 0.0  # seconds of the draft that the forecast includes
@@ -271,8 +286,8 @@ class Recorder:
             int, tuple[Window, Finished]
         ] = {}  # finished rows that are not written, by the window's index
         self._flushed = time.monotonic()
-        granularity = run.scorer.granularity
-        self._wait = min(granularity.first_flush_seconds, granularity.flush_seconds)  # seconds until rows are written
+        self._usual_wait = granularity.flush_seconds
+        self._wait = min(granularity.first_flush_seconds, self._usual_wait)  # seconds until rows are written
         self._begun = False  # whether a window has begun
 
     @contextmanager
@@ -334,7 +349,7 @@ class Recorder:
         """Write rows of a window as an earlier output has them (`EarlierOutput.take`)."""
         before = self._sink.counts.total
         with self._clock.phase("write"):
-            self._run.require_unchanged(window.rows)
+            self._require_unchanged(window)
             self._sink.take_over(window, results)
         self._skip(self._sink.counts.total - before)
         self._progress.advance(0)
@@ -348,17 +363,27 @@ class Recorder:
     def _flush(self, window: Window, finished: Finished) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""
         with self._clock.phase("write"):
-            self._run.require_unchanged(window.rows)  # a later run would reuse the part under the same fingerprint
+            self._require_unchanged(window)
             self._sink.write(
                 window,
                 finished.rows,
                 finished.errors,
-                temperature=self._run.settings.temperature,
-                probabilities=self._run.inputs.probabilities,
+                temperature=self._run.settings.answers.temperature,
+                probabilities=self._parts.probabilities,
                 carried=finished.carried,
             )
         finished.rows, finished.errors = [], {}
-        self._flushed, self._wait = time.monotonic(), self._run.scorer.granularity.flush_seconds
+        self._flushed, self._wait = time.monotonic(), self._usual_wait
+
+    def _require_unchanged(self, window: Window) -> None:
+        # A later run would reuse the part under the same fingerprint.
+        self._models.require_unchanged()
+        self._run.inputs.source.require_unchanged(window.rows)
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Seconds that were predicted for the packs that are done; None without a forecast."""
+        return None if self._forecast is None else self._forecast.ran
 
     # As a `Listener` of `prefillcli.scoring.loop`.
 

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from prefillcli.core.inputs import Inputs
-from prefillcli.core.run import Run
-from prefillcli.core.scorer import DTYPES, USUAL, Granularity
+from prefillcli.core.inputs import Inputs, OpenRows
+from prefillcli.core.run import Reached, Run
+from prefillcli.core.scorer import DTYPES, USUAL, Granularity, ModelScorer, save_plan_of
 from prefillcli.core.windows import Prefetcher, WindowSize
 from prefillcli.errors import shown, shown_report
 from prefillcli.forecast.profile import Profile, find_profile
-from prefillcli.options.commands import PIPE, ScoreSettings
+from prefillcli.judging.estimate import estimate
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.groups import PIPE
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
-from prefillcli.rows.output.sink import ShardSink, Sink, plan_of, refuse_known
-from prefillcli.rows.records import Int64Array, Window
+from prefillcli.rows.output.resumption import plan_of, refuse_known
+from prefillcli.rows.output.shards import ShardSink
+from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step
+from prefillcli.runtime.signals import Stop
 from prefillcli.scoring.compose import Parts, sections_of
 from prefillcli.scoring.dry_run import dry_run_job
 from prefillcli.scoring.identity import LocalModels, fingerprint, is_same, output_job
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.path_table import output_of, report_path, require_apart
 from prefillcli.scoring.pipes import piped
 from prefillcli.scoring.recorder import Recorder, RemainingTime, left_to_score
@@ -39,9 +45,9 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
 
     Errors are reported on stderr, and become the exit code in the summary. A dry run writes its own report.
     """
-    run_id = settings.run_id or log.new_run_id()
-    with log.log_of(run_id, json_lines=settings.log_format == "json"):
-        if settings.dry_run:
+    run_id = settings.log.run_id or log.new_run_id()
+    with log.log_of(run_id, json_lines=settings.log.log_format == "json"):
+        if settings.prediction.dry_run:
             return dry_run_job(settings, granularity)
         return _run_job(settings, run_id, granularity)
 
@@ -52,42 +58,39 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         sections_of,
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=shown(settings.model_dump(mode="json")),
+        settings=shown(settings.to_json()),
     )
     log.event("started", "the run begins", settings=report.settings)
-    given = settings.model_copy(update={"run_id": run_id})  # workers log it, too
-    memory = MemoryWatch(clock)
-    job: ScoreJob | None = None
+    given = settings.with_options({"run_id": run_id})  # workers log it, too
+    memory, reached = MemoryWatch(clock), ReachedSteps()
     output = metrics_file = None
     at_end = False
 
     def finish() -> None:
         report.end(clock)
-        if job is not None:
-            job.fill_report()
+        _fill_report(report, reached)
         report.take_memory(memory.samples)
         report.warnings = log.warnings_of_run(without=ABOUT_ANSWERS)
         if output is not None and not at_end:
-            leave_earlier_report(report, output, given.shard_of, quiet=given.quiet)
+            leave_earlier_report(report, output, given.files.shard_of, quiet=given.run.quiet)
         write_files(report, metrics_file)
 
-    ended = shell(report, debug=given.debug, can_resume=given.can_resume, finish=finish)
+    ended = shell(report, debug=given.run.debug, can_resume=given.can_resume, finish=finish)
     with ended as stop, memory, ExitStack() as pipes:
-        report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.shard
+        report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.files.shard
         with clock.phase("read"), stop.at_once():
             pipe = pipes.enter_context(piped(given))
             settings, output = pipe.settings, output_of(pipe.settings)
             require_apart(settings)  # before anything is written, even the report of a failed run
-        metrics_file = settings.metrics_file
-        if pipe.output is None or settings.report is not None:
-            report.report = report_path(output, settings.report, settings.shard_of)
-        job = ScoreJob(Run(settings, report, output, clock, stop), granularity)
-        job.run()
+        metrics_file = settings.files.metrics_file
+        if pipe.output is None or settings.files.report is not None:
+            report.report = report_path(output, settings.files.report, settings.files.shard_of)
+        _opened_job(settings, output, report, clock, stop, reached, granularity)
         at_end = True
         with stop.at_once():
             pipe.write_out()
     step("")
-    if not given.quiet and report.status == "complete" and not log.logs_json():
+    if not given.run.quiet and report.status == "complete" and not log.logs_json():
         print_table(shown_report(report))
     else:
         for text in untold(report):
@@ -96,136 +99,157 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     return report.summary()
 
 
-class ScoreJob:
-    """The steps of one run of `prefill score`."""
+@dataclass
+class ReachedSteps(Reached):
+    """What a run has reached, with the steps of its job."""
 
+    parts: Parts | None = None
+    scored_before: int = 0
+    """Rows that an earlier run has scored."""
+    recorder: Recorder | None = None
+
+
+def _opened_job(
+    settings: ScoreSettings,
+    output: str,
+    report: RunReport,
+    clock: Clock,
+    stop: Stop,
+    reached: ReachedSteps,
+    granularity: Granularity,
+) -> None:
+    # Open the inputs and the output, score what is left to score, and look at the finished output.
+    with clock.phase("read"), stop.at_once():
+        if settings.prediction.profile is not None:
+            Profile.load(settings.prediction.profile)
+        rows, parts = open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
+        reached.parts = parts
+        parts.gates.begin(report)
+        rows.source.begin_hashing()
+        models = LocalModels(rows.settings)  # before anything is read from them
+        _refuse_known_output(rows, models, output)
+    with clock.phase("load"), stop.at_once():
+        dtypes = _earlier_dtypes(rows, output)
+        reached.inputs = inputs = open_inputs(rows, parts, dtypes)
+    files = inputs.opened.files
+    report.model = report.settings.get("model") or f"{files.origin} (the sample model)"
+    why = "as the job began" if dtypes else files.dtype_why or "as the model is saved"
+    why = "set by --dtype" if settings.lm.dtype != "auto" else why
+    report.dtype = ComputedIn(name=inputs.opened.dtypes[0], why=why)
+    step("reading the files of input and model, to recognise them later")
+    with clock.phase("read"), stop.at_once():
+        _identify(inputs, parts, models, report, output)
+    step("opening the output")
+    with _open_sink(inputs, report.fingerprint, output) as sink:
+        reached.sink, reached.scored_before = sink, sink.counts.scored - sink.counts.taken_over
+        if settings.files.shard is not None:  # else as the user named it, with its slash
+            report.output = sink.location
+        report.resumed = sink.counts.total > 0
+        ScoreJob(Run(report, clock, stop, inputs, sink), parts, models, reached, granularity).run()
+
+
+def _refuse_known_output(rows: OpenRows, models: LocalModels, output: str) -> None:
+    # Refuse an output that this job must not touch, as far as is known before torch is imported.
+    files = rows.settings.files
+    if files.overwrite or files.shard is not None or rows.settings.earlier.retry_errors:
+        return
+    refuse_known(output, partial(is_same, rows, models), resume=files.resume)
+
+
+def _earlier_dtypes(rows: OpenRows, output: str) -> Sequence[str]:
+    # The number formats of the models in an earlier attempt at the job; none without.
+    files = rows.settings.files
+    earlier = None if files.overwrite else plan_of(output, files.shard_of)
+    return () if earlier is None else tuple(earlier.get(DTYPES, ()))
+
+
+def _identify(inputs: Inputs, parts: Parts, models: LocalModels, report: RunReport, output: str) -> None:
+    found = report.fingerprint = fingerprint(inputs, parts, models)
+    report.take_chat(inputs.builder.way)
+    if parts.earlier is not None:
+        parts.earlier.find(report, output)
+    if parts.calibration is not None:
+        parts.calibration.require_fitting(found)
+    if parts.review is not None:
+        parts.review.require_fitting(found)
+    if parts.exits is not None:
+        parts.exits.require_same_job(inputs, found)
+
+
+def _open_sink(inputs: Inputs, digests: Mapping[str, str], output: str) -> Sink:
+    settings, files = inputs.settings, inputs.settings.files
+    return (Sink if files.shard is None else ShardSink).open(
+        output,
+        output_job(digests, settings),
+        inputs.schema,
+        resume=files.resume,
+        overwrite=files.overwrite,
+        retry_errors=settings.earlier.retry_errors,
+        partitions=inputs.source.partitions if files.partition else None,
+        shard=files.shard_of,
+    )
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """The steps of one run of `prefill score`, whose inputs and output are open. What it reaches is noted for its
+    report."""
+
+    _run: Run
     parts: Parts
     models: LocalModels
-    recorder: Recorder
-
-    def __init__(self, run: Run, granularity: Granularity) -> None:
-        self._run = run
-        self._granularity = granularity
-        self._opening = Opening(run.settings, (run.settings.id_column, *run.settings.keep_columns))
-        self._profile: Profile | None = None
-        self._forecast: RemainingTime | None = None
-        self._scored_before = 0  # rows that an earlier run has scored
-        run.load_models, run.reopen = self._load_models, self._reopened
-        run.require_unchanged = self._require_unchanged
+    reached: ReachedSteps
+    granularity: Granularity
 
     def run(self) -> None:
-        """Open the inputs, score what is left to score, and look at the finished output."""
-        run, settings, report = self._run, self._run.settings, self._run.report
-        self._open_inputs()
-        self._identify()
-        step("opening the output")
-        with self._open_sink() as sink:
-            run.sink = sink
-            if settings.shard is not None:  # else as the user named it, with its slash
-                report.output = sink.location
-            self._scored_before = sink.counts.scored - sink.counts.taken_over
-            report.resumed = sink.counts.total > 0
-            if not sink.complete:
-                self._score()
-            step("looking at the finished output")
-            failed = self._judge(sink)
-            # A shard's share of errors shows nothing about the whole: prefill merge judges that.
-            most = settings.max_error_rate if settings.shard is None else None
-            empty = sink.empty_input
-        skip = settings.skip_empty
-        conclude(report, sink.counts, max_error_rate=most, empty_input=empty, skip_empty=skip, failed=failed)
-
-    def _open_inputs(self) -> None:
-        run, settings, opening = self._run, self._run.settings, self._opening
-        with run.clock.phase("read"), run.stop.at_once():
-            if settings.profile is not None:
-                Profile.load(settings.profile)
-            opening.open_source()
-            self.parts = opening.parts
-            run.settings = settings = opening.inputs.settings
-            self.parts.gates.begin(run.report)
-            opening.inputs.source.begin_hashing()
-            self.models = LocalModels(settings)  # before anything is read from them
-            self._refuse_known_output()
-        with run.clock.phase("load"), run.stop.at_once():
-            dtypes = self._earlier_dtypes()
-            opening.open_models(dtypes)
-        run.scorer = make_scorer(opening.inputs, self.parts, self._granularity)
-        opened = opening.inputs.opened
-        run.report.model = run.report.settings.get("model") or f"{opened.files.origin} (the sample model)"
-        why = opened.files.dtype_why or "as the model is saved"
-        why = "set by --dtype" if settings.dtype != "auto" else "as the job began" if dtypes else why
-        run.report.dtype = ComputedIn(name=opened.dtypes[0], why=why)
-
-    def _identify(self) -> None:
-        run, parts = self._run, self.parts
-        step("reading the files of input and model, to recognise them later")
-        with run.clock.phase("read"), run.stop.at_once():
-            run.report.fingerprint = fingerprint(run.inputs, parts, self.models)
-            run.report.take_chat(run.inputs.builder.way)
-            if parts.earlier is not None:
-                parts.earlier.find(run)
-            if parts.calibration is not None:
-                parts.calibration.require_fitting(run.report.fingerprint)
-            if parts.review is not None:
-                parts.review.require_fitting(run.report.fingerprint)
-            if parts.exits is not None:
-                parts.exits.require_same_job(run)
-
-    def _earlier_dtypes(self) -> Sequence[str]:
-        # The number formats of the models in an earlier attempt at the job; none without.
-        settings = self._run.settings
-        earlier = None if settings.overwrite else plan_of(self._run.output, settings.shard_of)
-        return () if earlier is None else tuple(earlier.get(DTYPES, ()))
-
-    def _refuse_known_output(self) -> None:
-        # Refuse an output that this job must not touch, as far as is known before torch is imported.
-        settings = self._run.settings
-        if settings.overwrite or settings.shard is not None or settings.retry_errors:
-            return
-        refuse_known(self._run.output, partial(is_same, self._opening.inputs, self.models), resume=settings.resume)
-
-    def _open_sink(self) -> Sink:
-        run, settings, inputs = self._run, self._run.settings, self._run.inputs
-        return (Sink if settings.shard is None else ShardSink).open(
-            run.output,
-            output_job(run.report.fingerprint, settings),
-            inputs.schema(),
-            resume=settings.resume,
-            overwrite=settings.overwrite,
-            retry_errors=settings.retry_errors,
-            partitions=inputs.source.partitions if settings.partition else None,
-            shard=settings.shard_of,
-        )
+        """Score what is left to score, and look at the finished output."""
+        sink, files = self._run.sink, self._run.settings.files
+        if not sink.complete:
+            self._score()
+        elif self.parts.estimate is not None and self.parts.estimate.is_missing(self._run):
+            with ExitStack() as opened:  # an earlier attempt ended after its last row
+                self._estimate(opened, None)
+        step("looking at the finished output")
+        failed = self._judge()
+        # A shard's share of errors shows nothing about the whole: prefill merge judges that.
+        most = files.max_error_rate if files.shard is None else None
+        empty, skip = sink.empty_input, files.skip_empty
+        conclude(self._run.report, sink.counts, max_error_rate=most, empty_input=empty, skip_empty=skip, failed=failed)
 
     def _score(self) -> None:
-        run, parts, sink, scorer = self._run, self.parts, self._run.sink, self._run.scorer
-        scorer.plans = sink
-        scorer.plan = {**scorer.plan, DTYPES: run.inputs.opened.dtypes}
-        run.profile = self._profile = self._find_profile()
-        if self._profile is not None:
-            self._forecast = RemainingTime(self._profile.seconds, self._expected_rows, run.settings.workers)
+        run, parts, sink = self._run, self.parts, self._run.sink
+        sink.save_plan({**sink.plan, DTYPES: run.inputs.opened.dtypes})
+        profile, forecast = self._find_profile(), None
+        if profile is not None:
+            forecast = RemainingTime(profile.seconds, self._expected_rows, run.settings.processes.workers)
         ended: list[int] = []
         coming = self._windows(ended)
-        self.recorder = Recorder(run, self._expected_rows, self._forecast)
-        with scorer.loaded, coming, self.recorder.running():
+        self.reached.recorder = recorder = Recorder(
+            run, parts, self.models, self._expected_rows, granularity=self.granularity, forecast=forecast
+        )
+        with ExitStack() as opened, coming, recorder.running():
             waiting = self._waiting(coming)
             if parts.earlier is not None and (rows := parts.earlier.open(run)) is not None:
-                waiting = left_to_score(waiting, rows, sink, self.recorder)
+                opened.callback(rows.close)
+                waiting = left_to_score(waiting, rows, sink, recorder)
+            scorer = None
             step("making prompts of the first rows")
             if (first := next(waiting, None)) is not None:
                 run.inputs.labels.check(first)
                 if parts.compression is not None:
                     parts.compression.begin(run)
                 step("loading the model")
-                self._load_models()
+                scorer = self._load_models(opened, profile)
+                if forecast is not None:
+                    forecast.least_pack = scorer.models.pack_seconds
                 step("preparing to score")
-                self._learn()
+                self._learn(scorer)
                 score(
                     scorer,
                     parts,
                     chain([first], waiting),
-                    self.recorder,
+                    recorder,
+                    block_tokens=self.granularity.block_tokens,
                     ready=lambda: coming.ready,
                     chosen=lambda: sink.counts.tallies.chosen_rows,
                     written=self._written,
@@ -233,12 +257,14 @@ class ScoreJob:
                 scorer.pool.ask_for_reports()
             step("writing the output")
             self._finish(ended)
+            if run.settings.estimate.estimate is not None:
+                self._estimate(opened, scorer)
 
     def _windows(self, ended: list[int]) -> Prefetcher[Window]:
         # The windows that are left to score, made ahead of the model. At the end of the input `ended` gets their
         # number.
-        inputs, sink, granularity = self._run.inputs, self._run.sink, self._granularity
-        condition = self.parts.condition(inputs.schema())
+        inputs, sink, granularity = self._run.inputs, self._run.sink, self.granularity
+        condition = self.parts.condition(inputs.schema)
         return inputs.windows(
             inputs.builder.close,
             size=WindowSize(granularity.window_rows, batch_rows=granularity.batch_rows),
@@ -247,84 +273,80 @@ class ScoreJob:
             change=sink.digests(frozenset() if condition is None else condition.columns, inputs.common),
         )
 
-    def _learn(self) -> None:
+    def _learn(self, scorer: ModelScorer) -> None:
         # Learning of the parts from answers of the models, before the first window.
-        run, parts = self._run, self.parts
-        if parts.calibration is not None:
-            parts.calibration.learn(run.scorer, run.tick)
-        if parts.exits is not None:
-            parts.exits.learn(run)
-        run.scorer.earlier = run.scorer.plan
+        if self.parts.calibration is not None:
+            self.parts.calibration.learn(scorer, self._run.tick)
+        if self.parts.exits is not None:
+            self.parts.exits.learn(self._run, scorer)
 
     def _finish(self, ended: Sequence[int]) -> None:
         run, parts, sink = self._run, self.parts, self._run.sink
         with run.clock.phase("write"):
-            self._require_unchanged(None)
+            self.models.require_unchanged()
+            run.inputs.source.require_unchanged()
             (count,) = ended  # reported at the end of the input
-            if run.settings.shard is not None:  # for prefill merge, which judges and evaluates the whole
-                sink.plan = sink.plan | {"max_error_rate": run.settings.max_error_rate}
-                for each in parts.judges:
-                    sink.plan = sink.plan | dict(each.shard_plan())
+            if run.settings.files.shard is not None:  # for prefill merge, which judges and evaluates the whole
+                plan = sink.plan | {"max_error_rate": run.settings.files.max_error_rate}
+                if parts.evaluation is not None:
+                    plan |= parts.evaluation.shard_plan()
+                sink.save_plan(plan)
             sink.finish(count)
         if parts.exits is not None:
             parts.exits.finished(run)
-        if parts.estimate is not None:
-            parts.estimate.finished(run)
 
-    def _judge(self, sink: Sink) -> Sequence[str]:
+    def _estimate(self, opened: ExitStack, scorer: ModelScorer | None) -> None:
+        # Make the estimate of an output that is complete. First models guess at the rows that were not read.
+        if scorer is None and self._run.settings.exits.first:
+            scorer = self._load_models(opened)
+        with self._run.clock.phase("evaluate"):
+            estimate(self._run, self.parts.exits, scorer)
+
+    def _judge(self) -> Sequence[str]:
         # Judge the finished output. Returns sentences on how it differs from the expected one.
         run, report = self._run, self._run.report
-        if run.settings.audit:
-            report.take_audit(sink.counts, run.inputs.labels.is_positive)
-        if run.settings.shard is not None:  # prefill merge judges and evaluates shards
+        asked = zip(run.inputs.schema.questions, run.inputs.labels.asked, strict=False)
+        report.take_audits(run.sink.counts, {own.key: labels.is_positive for own, labels in asked})
+        if run.settings.files.shard is not None:  # prefill merge judges and evaluates shards
             return ()
         for each in self.parts.judges:
             each.ended(run)
-        report.take(sink.counts)
+        report.take(run.sink.counts)
         return self.parts.gates.judge(report)
 
     def _expected_rows(self) -> Expected | None:
         # The number of rows of the job; of a shard its share of them.
-        found, shard = self._run.inputs.source.expected_rows(), self._run.settings.shard_of
+        found, shard = self._run.inputs.source.expected_rows(), self._run.settings.files.shard_of
         if found is None or shard is None:
             return found
         return Expected(-(-found.rows // shard.count), exact=False)
 
-    def _load_models(self) -> None:
-        # Load the models here or in workers.
-        run = self._run
-        if run.settings.uses_workers:
+    def _load_models(self, opened: ExitStack, profile: Profile | None = None) -> ModelScorer:
+        # Load the models here or in workers; `opened` closes them.
+        run, inputs, sink = self._run, self._run.inputs, self._run.sink
+        if inputs.settings.processes.uses_workers:
             with run.clock.phase("load"):
-                start_workers(run.scorer, run.stop, self.models.digests, self._profile)
-            return
-        with run.clock.phase("load"), run.stop.at_once():
-            load_here(run.scorer, profile=self._profile)
-        if self._forecast is not None:
-            self._forecast.least_pack = run.scorer.pack_seconds
-
-    def _reopened(self, settings: ScoreSettings) -> Inputs:
-        # The rows of other settings once more, with the models of this job.
-        again = Opening(settings)
-        again.open_source()
-        again.use_models(self._run.inputs.opened)
-        return again.inputs
+                models = start_workers(inputs, sink, run.stop, self.models.digests, profile)
+        else:
+            with run.clock.phase("load"), run.stop.at_once():
+                models = load_here(inputs.opened, inputs.settings, inputs.labels, sink, profile=profile)
+        opened.callback(models.close)
+        self.reached.models = models
+        save_plan_of(models, sink)
+        return make_scorer(inputs, self.parts, models, sink)
 
     def _written(self, window: int) -> None:
         if self.parts.exits is not None:
             self.parts.exits.window_written(self._run, window)
-
-    def _require_unchanged(self, rows: Int64Array | None) -> None:
-        self.models.require_unchanged()
-        self._run.inputs.source.require_unchanged(rows)
 
     def _find_profile(self) -> Profile | None:
         # The profile that applies here, or None. A message names one that does not, as a warning if it was asked for.
         run, settings = self._run, self._run.settings
         profile, name, why = find_profile(settings, run.inputs.opened, run.report.fingerprint["model"])
         run.report.no_prediction = why
-        if why is not None and settings.profile is not None:
+        if why is not None and settings.prediction.profile is not None:
             log.warning(f"no prediction: {why}")
-        elif why is not None and not settings.quiet and os.path.exists(name):
+        elif why is not None and not settings.run.quiet and os.path.exists(name):
             log.info(f"no prediction: {why}")
         return profile
 
@@ -337,30 +359,26 @@ class ScoreJob:
                 return
             yield window
 
-    def fill_report(self) -> None:
-        """Put the numbers of the run into the report, however it ended. The numbers of steps that it did not reach
-        stay None."""
-        run, report, inputs = self._run, self._run.report, self._opening.inputs
-        sink: Sink | None = getattr(run, "sink", None)
-        pool = getattr(getattr(run, "scorer", None), "pool", None)
-        if pool is not None:
-            report.take_use(pool.used())
-        scored = 0
-        if sink is not None:
-            report.take(sink.counts)
-            scored = sink.counts.scored - sink.counts.taken_over - self._scored_before
-        for each in self.parts.judges if hasattr(self, "parts") else ():
-            each.reported(run, None if sink is None else sink.counts)
-        if self._forecast is not None:
-            report.predicted_seconds = self._forecast.ran
-        report.tokens = run.tokens
-        if hasattr(self, "recorder"):
-            report.packs, report.first_answers = self.recorder.packs, self.recorder.first_window.found
-        if hasattr(inputs, "builder"):
-            threads, builder, seconds = inputs.opened.threads, inputs.builder, report.seconds
-            if threads is not None and threads.ran:
-                report.take_threads(*threads.ran)
-            seconds.read += inputs.source.seconds
-            seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
-        report.rows_per_second = scored / report.seconds.total
-        report.tokens_per_second = report.tokens.prompt / report.seconds.total
+
+def _fill_report(report: RunReport, reached: ReachedSteps) -> None:
+    # Put the numbers of a run into its report, however it ended. The numbers of steps that it did not reach stay None.
+    sink, recorder, inputs = reached.sink, reached.recorder, reached.inputs
+    if reached.models is not None:
+        report.take_use(reached.models.pool.used())
+    scored = 0
+    if sink is not None:
+        report.take(sink.counts)
+        scored = sink.counts.scored - sink.counts.taken_over - reached.scored_before
+    for each in () if reached.parts is None else reached.parts.judges:
+        each.reported(report, reached)
+    if recorder is not None:
+        report.predicted_seconds = recorder.predicted_seconds
+        report.packs, report.first_answers = recorder.packs, recorder.first_window.found
+    if inputs is not None:
+        threads, builder, seconds = inputs.opened.threads, inputs.builder, report.seconds
+        if threads is not None and threads.ran:
+            report.take_threads(*threads.ran)
+        seconds.read += inputs.source.seconds
+        seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
+    report.rows_per_second = scored / report.seconds.total
+    report.tokens_per_second = report.tokens.prompt / report.seconds.total

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prefillcli.core.further import FurtherQuestions
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.request import AuditDraw
-from prefillcli.core.scorer import USUAL, Granularity, ModelScorer
+from prefillcli.core.scorer import LoadedModels, ModelScorer, Plans, PlansInMemory
+from prefillcli.engines.base import REDUCED, Engine
+from prefillcli.options.settings import JobSettings
+from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.rows.records import Window
 from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.loading import load_models
@@ -16,43 +21,56 @@ from prefillcli.scoring.loop import LocalPool, Receiver, ScoringLoop, ScoringOpt
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.forecast.profile import Profile
+    from prefillcli.models.open import Opened
+    from prefillcli.prompts.labels import Labels
     from prefillcli.runtime.signals import Stop
 
 
-def make_scorer(inputs: Inputs, parts: Parts, granularity: Granularity = USUAL) -> ModelScorer:
-    """Make a scorer of these inputs, which reads prompts as the parts define. Its models are not loaded."""
-    scorer = ModelScorer(inputs, granularity)
-    if parts.compression is not None:
-        scorer.read = parts.compression.requests
-    return scorer
+def make_scorer(inputs: Inputs, parts: Parts, models: LoadedModels, plans: Plans | None = None) -> ModelScorer:
+    """Make a scorer of these inputs, which reads prompts as the parts define. By default its plan is the models' own,
+    and ends with the process."""
+    read = None if parts.compression is None else parts.compression.requests
+    return ModelScorer(inputs, models, plans or PlansInMemory(models.plan), read)
 
 
-def load_here(scorer: ModelScorer, *, profile: Profile | None = None, share: float = 1.0) -> None:
-    """Load the models in this process. `profile` and `share` as in `LoadRequest`. Raises as `load_models`."""
-    inputs = scorer.inputs
-    models = load_models(
-        inputs.opened,
-        inputs.settings,
-        before=scorer.plan,
-        measured=profile,
-        share=share,
-        names=inputs.labels.names,
-    )
-    scorer.loaded.callback(models.close)
-    scorer.pool = LocalPool(models.engine, scorer.adjust_threads, scorer.note_memory)
-    scorer.beside, scorer.pack_seconds = models.beside, models.pack_seconds
-    scorer.take_plan(models.plan)
+def load_here(
+    opened: Opened,
+    settings: JobSettings,
+    labels: Labels,
+    plans: Plans | None = None,
+    *,
+    profile: Profile | None = None,
+    share: float = 1.0,
+) -> LoadedModels:
+    """Load the models in this process. `plans` have the plan of an earlier attempt; `profile` and `share` as in
+    `LoadRequest`. Raises as `load_models`."""
+    kept = plans or PlansInMemory()
+    models = load_models(opened, settings, before=kept.plan, measured=profile, share=share, names=labels.names)
+    pool = LocalPool(models.engine, adjusting(opened), partial(_save_reduced, models.engine, kept))
+    return LoadedModels(pool, models.plan, models.close, models.beside, models.pack_seconds)
 
 
-def start_workers(scorer: ModelScorer, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
+def start_workers(
+    inputs: Inputs, plans: Plans, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None
+) -> LoadedModels:
     """Have workers load the models. `digests` are those of the models' contents. Raises as `start_pool`."""
     from prefillcli.scoring.runners.parallel import start_pool
 
-    inputs = scorer.inputs
-    pool = start_pool(inputs.settings, inputs.opened, stop, before=scorer.plan, profile=profile, digests=digests)
-    scorer.loaded.callback(pool.close)
-    scorer.pool = pool
-    scorer.take_plan(pool.plan)
+    pool = start_pool(inputs.settings, inputs.opened, stop, before=plans.plan, profile=profile, digests=digests)
+    return LoadedModels(pool, pool.plan, pool.close)
+
+
+def adjusting(opened: Opened) -> Callable[[], None]:
+    """Return what lets these models compute with as many threads as this machine has cores free."""
+    return (lambda: None) if opened.threads is None else opened.threads.adjust
+
+
+def _save_reduced(engine: Engine, plans: Plans) -> None:
+    # Save in the plan the sizes that the engine fell back to when memory ran out, so that no other attempt runs out in
+    # the same way.
+    found = engine.reduced()
+    if found is not None and plans.plan.get(REDUCED) != asdict(found):
+        plans.save_plan({**plans.plan, REDUCED: asdict(found)})
 
 
 def score(
@@ -61,26 +79,27 @@ def score(
     windows: Iterator[Window],
     receiver: Receiver,
     *,
+    block_tokens: int = BLOCK_TOKENS,
     ready: Callable[[], bool] = lambda: True,
     chosen: Callable[[], int] = lambda: 0,
     written: Callable[[int], None] = lambda window: None,
 ) -> None:
     """Score windows, and give their rows to a receiver.
 
-    `ready` returns whether the next window is available at once. `chosen` counts the rows with further questions that
-    are written so far. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
+    `block_tokens` as in `Granularity`. `ready` returns whether the next window is available at once. `chosen` counts
+    the rows with further questions that are written so far. `written` as in `ScoringLoop`. Raises ResourceError if the
+    models cannot go on.
     """
     inputs, rewritten = scorer.inputs, scorer.read is not None
     further = further_questions(inputs, parts, chosen)
-    audit = inputs.settings.audit
+    audit = inputs.settings.flips.audit
     options = ScoringOptions(
-        schedule=inputs.settings.schedule,
-        block_tokens=0 if rewritten else scorer.granularity.block_tokens,
+        block_tokens=0 if rewritten else block_tokens,
         questions=scorer.requests if rewritten else None,
         audit=AuditDraw(audit, inputs.source.selection(), inputs.source.count()) if audit else None,
         exits=parts.exits,
         further=further,
-        adjust_threads=scorer.adjust_threads,
+        adjust_threads=adjusting(inputs.opened),
     )
     try:
         ScoringLoop(scorer.pool, options, receiver, written).score(windows, ready)
@@ -91,5 +110,5 @@ def score(
 
 def further_questions(inputs: Inputs, parts: Parts, chosen: Callable[[], int] = lambda: 0) -> FurtherQuestions | None:
     """Return the questions of a job about scored rows; None if it has none. Raises UsageError."""
-    schema = inputs.schema()
-    return FurtherQuestions.of(inputs, schema, parts.condition(schema), parts.follow_ups, chosen)
+    condition = parts.condition(inputs.schema)
+    return FurtherQuestions.of(inputs, condition, parts.follow_ups, parts.probabilities, chosen)

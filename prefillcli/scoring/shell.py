@@ -23,8 +23,8 @@ from prefillcli.errors import (
 from prefillcli.reading.compress.compress import failure
 from prefillcli.report.section import preview, row_name
 from prefillcli.rows.output import Shard
-from prefillcli.rows.output.columns import Counts
-from prefillcli.rows.output.sink import has_rows
+from prefillcli.rows.output.resumption import has_rows
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 

@@ -35,7 +35,8 @@ from typing import Final
 
 import numpy as np
 
-from prefillcli.stats.evaluation import BoolArray, Float64Array, Int64Array, exact_upper
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.intervals import exact_upper
 
 RISK: Final = 0.05  # that a floor does not keep its promise
 

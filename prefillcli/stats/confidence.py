@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
+from prefillcli.stats.arrays import Float64Array
 
 
 def choice_confidence(probabilities: Float64Array) -> Float64Array:

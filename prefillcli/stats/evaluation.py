@@ -1,134 +1,32 @@
-"""The quality of scores: probabilities of labels, figures against the right answers, audits, and their intervals.
+"""The quality of scores: figures against the right answers, and their intervals.
 
 The figures equal scikit-learn's of the same rows. Arrays come in and an `Evaluation` goes out: callers read the
 arrays and choose which rows are shown.
-
-Shares have exact intervals (Clopper and Pearson, Biometrika 26, 1934), means Student's, and figures without a formula
-those of a bootstrap (Efron and Tibshirani, 1993). The cost of a bootstrap does not depend on the number of rows.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-Interval = tuple[float, float]
-
-# From the counts of positive and of negative rows in each group, both [resamples, groups], to a value [resamples].
-Figure = Callable[[Int64Array, Int64Array], Float64Array]
-
-RESAMPLES = 1000
-_AT_A_TIME = 100  # resamples at a time, to bound the memory
-_SEED = 0
-
-
-class Estimate(BaseModel):
-    """A figure of some rows, and the interval in which the figure of all such rows lies."""
-
-    model_config = ConfigDict(frozen=True)
-
-    value: float | None = None
-    interval: Interval | None = None
-    reason: str | None = None  # why there is no value
-
-
-def exact_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
-    """Return the two-sided Clopper-Pearson interval of a share; each tail has half of 1 - `confidence`.
-
-    Both may be fractions, of trials that count as part of one. Raises ValueError unless 0 <= `successes` <=
-    `trials` and 0 < `confidence` < 1.
-    """
-    if not 0 < confidence < 1:
-        raise ValueError(f"a confidence is between 0 and 1, not {confidence}")
-    if not 0 <= successes <= trials:
-        raise ValueError(f"{successes} successes of {trials} trials")
-    from scipy.special import betaincinv
-
-    tail = (1 - confidence) / 2
-    # P(X >= k) = I_p(k, n - k + 1) for X ~ Binomial(n, p), so each bound is a quantile of a beta distribution.
-    lower = 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
-    return lower, exact_upper(successes, trials, tail)
-
-
-def exact_upper(successes: float, trials: float, tail: float) -> float:
-    """Return the share at which this many successes, or fewer, have the probability `tail`."""
-    from scipy.special import betaincinv
-
-    # P(X <= k) = 1 - I_p(k + 1, n - k) for X ~ Binomial(n, p).
-    return 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
-
-
-def share_estimate(successes: int, trials: int, confidence: float = 0.95) -> Estimate:
-    """Return a share with its exact interval; without trials there is no value."""
-    if not trials:
-        return Estimate(reason="there are no such rows")
-    return Estimate(value=successes / trials, interval=exact_interval(successes, trials, confidence))
-
-
-def mean_estimate(values: Float64Array, confidence: float = 0.95) -> Estimate:
-    """Return the mean of values that are never negative, with Student's interval; of one value there is no
-    interval."""
-    from scipy.special import stdtrit
-
-    if not len(values):
-        return Estimate(reason="there are no such rows")
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return Estimate(value=mean)
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    reach = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
-    return Estimate(value=mean, interval=(max(mean - reach, 0.0), mean + reach))
-
-
-def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Figure]) -> Float64Array:
-    """Return figures of rows resampled with replacement, float64 [figures, RESAMPLES]; the draws are always the same.
-
-    `positives` and `negatives` [groups] count the rows of each group. Each resample has as many rows as the data,
-    drawn from all rows alike, so the share of positive ones varies as in data.
-    """
-    counts = np.concatenate([positives, negatives])
-    draws = np.random.default_rng(_SEED)
-    groups, total, found = len(positives), int(counts.sum()), []
-    for _ in range(0, RESAMPLES, _AT_A_TIME):
-        drawn = draws.multinomial(total, counts / total, size=_AT_A_TIME)
-        found.append([figure(drawn[:, :groups], drawn[:, groups:]) for figure in figures])
-    return np.concatenate(found, axis=1)
-
-
-def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) -> Float64Array:
-    """Return figures of rows whose probabilities are right, float64 [figures, RESAMPLES]; the draws are always the
-    same.
-
-    `rows` and their mean probabilities `means` are given for each group [groups]. The number of positive rows is
-    drawn.
-    """
-    draws = np.random.default_rng(_SEED)
-    found = []
-    for _ in range(0, RESAMPLES, _AT_A_TIME):
-        positives = draws.binomial(rows, means.clip(0, 1), size=(_AT_A_TIME, len(rows)))
-        found.append([figure(positives, rows - positives) for figure in figures])
-    return np.concatenate(found, axis=1)
-
-
-def percentile_interval(values: Float64Array, confidence: float = 0.95) -> Interval | None:
-    """Return the range between the tails of the resampled values; NaN are left out, and None means that all are
-    NaN."""
-    known = values[~np.isnan(values)]
-    if not len(known):
-        return None
-    low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.intervals import (
+    Estimate,
+    Figure,
+    Interval,
+    by_chance,
+    exact_interval,
+    mean_estimate,
+    percentile_interval,
+    resampled,
+    share_estimate,
+)
 
 # Rows ranked by their scores: the figures at each threshold, and how well the order separates positives from
 # negatives.
@@ -401,8 +299,6 @@ def expected_calibration_error(
         raise ValueError("there are no rows")
     return sum(each.rows * abs(each.mean_probability - each.share) for each in found) / len(probabilities)
 
-
-BoolArray = npt.NDArray[np.bool_]
 
 _MOST_GROUPS = 1000  # more distinct scores than these are resampled in groups of neighbours
 _NO_PROBABILITY = Estimate(reason="values are not probabilities")
@@ -937,214 +833,3 @@ def _check(probabilities: Float64Array, truth: npt.NDArray[Any], labels: Sequenc
         raise ValueError(f"{probabilities.shape[1]} probabilities a row for {len(labels)} labels")
     if not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise ValueError("a probability is from 0 to 1")
-
-
-# Rows scored both cheaply and in full: how often compression or an early exit flips an answer, and how certain that
-# is. All probabilities and rates are shares (0 to 1).
-
-
-class Audit(BaseModel):
-    """The figures of the audited rows. None is a number that they do not give."""
-
-    model_config = ConfigDict(frozen=True)
-
-    rows: int = 0
-    flips: int = 0  # rows whose answer differs
-    flip_rate: float | None = None
-    interval: tuple[float, float] | None = None  # of the flip rate, two-sided
-    confidence: float = 0.95
-    mean_difference: float | None = None  # of the scores, absolute
-    max_difference: float | None = None
-    auc_compressed: float | None = None
-    auc_full: float | None = None
-    truth_rows: int = 0  # rows with a known right answer
-
-
-def audit_of(
-    pairs: Sequence[tuple[float, float, bool | None]],
-    flipped: Sequence[bool] | None = None,
-    *,
-    confidence: float = 0.95,
-) -> Audit:
-    """Return the audit of rows, each (compressed score, full score, whether the positive label is right or None if
-    unknown).
-
-    `flipped` marks the rows that flip. Without it, a row flips if its scores lie on different sides of 0.5, as for two
-    labels. Raises ValueError if `flipped` and `pairs` differ in length.
-    """
-    if flipped is None:
-        flipped = [(compressed >= 0.5) != (full >= 0.5) for compressed, full, _ in pairs]
-    elif len(flipped) != len(pairs):
-        raise ValueError(f"{len(flipped)} flips for {len(pairs)} rows")
-    if not pairs:
-        return Audit(confidence=confidence)
-    rows, flips = len(pairs), sum(map(bool, flipped))
-    differences = [abs(compressed - full) for compressed, full, _ in pairs]
-    known = [(compressed, full, truth) for compressed, full, truth in pairs if truth is not None]
-    truths = [truth for _, _, truth in known]
-    return Audit(
-        rows=rows,
-        flips=flips,
-        flip_rate=flips / rows,
-        interval=exact_interval(flips, rows, confidence),
-        confidence=confidence,
-        mean_difference=math.fsum(differences) / rows,
-        max_difference=max(differences),
-        auc_compressed=auc([compressed for compressed, _, _ in known], truths),
-        auc_full=auc([full for _, full, _ in known], truths),
-        truth_rows=len(known),
-    )
-
-
-def audit_lines(audit: Audit) -> list[tuple[str, str]]:
-    """Return the lines that an audit adds to the table of a run: name and text."""
-    if audit.flip_rate is None or audit.interval is None:
-        return [("audit", "no row was scored in full as well")]
-    low, high = (_percent(bound) for bound in audit.interval)
-    lines = [
-        (
-            "audit",
-            f"{_counted(audit.rows, 'row')} also in full: {_counted(audit.flips, 'flip')} "
-            f"({_percent(audit.flip_rate)} %, {100 * audit.confidence:g} % interval {low}-{high} %), "
-            f"score difference {audit.mean_difference:.2g} mean, {audit.max_difference:.2g} largest",
-        )
-    ]
-    if audit.auc_compressed is not None and audit.auc_full is not None:
-        known = f"{_counted(audit.truth_rows, 'row')} with a known answer"
-        lines.append(("audit AUC", f"{audit.auc_compressed:.3f} as scored, {audit.auc_full:.3f} in full ({known})"))
-    elif audit.truth_rows:
-        lines.append(("audit AUC", f"none: the known answers ({audit.truth_rows:,}) are all the same"))
-    return lines
-
-
-def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None = None) -> float:
-    """Return the one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like
-    `exact_interval`.
-
-    `rows` are a sample of infinitely many (Clopper and Pearson), or of at most as many as `of`, each drawn once: then
-    their number of flips is hypergeometric, and the bound is lower. As 'at most' leaves open how many there are, the
-    flips of all of them need not be a whole number.
-    """
-    exact_interval(flips, rows, confidence)
-    most = exact_upper(flips, rows, 1 - confidence)
-    if of is None:
-        return most
-    of = max(of, rows, 1)
-    least = flips / of
-    for _ in range(36):  # bisection: the more flips there are in all, the less probable are this few
-        middle = (least + most) / 2
-        if _chance_of_fewer(flips, rows, middle * of, of) > 1 - confidence:
-            least = middle
-        else:
-            most = middle
-    return most
-
-
-def _chance_of_fewer(flips: int, rows: int, all_flips: float, of: float) -> float:
-    # The probability of at most `flips` flips in a sample without replacement. Counts may be fractional.
-    from scipy.special import gammaln
-
-    seen = np.arange(flips + 1)
-    others = of - all_flips - rows + seen  # rows that do not flip and are not in the sample
-    able = others > -1
-    seen, others = seen[able], others[able]
-
-    def log_choose(n: float, k: Any, rest: Any) -> Any:
-        return gammaln(n + 1) - gammaln(k + 1) - gammaln(rest + 1)
-
-    ways = log_choose(all_flips, seen, all_flips - seen) + log_choose(of - all_flips, rows - seen, others)
-    return float(np.exp(ways - log_choose(of, rows, of - rows)).sum())
-
-
-def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95, of: float | None = None) -> int:
-    """Return the fewest rows with which `flips` flips still prove a flip rate of at most `max_flips` (a share).
-
-    They are a sample of at most as many as `of`, as in `flip_bound`. Raises ValueError unless 0 < max_flips < 1,
-    flips >= 0 and 0 < confidence < 1.
-    """
-    if not 0 < max_flips < 1:
-        raise ValueError(f"a flip rate between 0 and 1 can be proven, not {max_flips}")
-    enough = max(2 * flips, 1)
-    while flip_bound(flips, enough, confidence, of) > max_flips:
-        enough *= 2
-    # The bound falls with every row. If all rows flip it is 1, so the search may begin there.
-    proven = range(enough + 1)
-    return bisect_left(proven, True, lo=flips, key=lambda rows: flip_bound(flips, rows, confidence, of) <= max_flips)
-
-
-def _percent(share: float) -> str:
-    # A share in percent with one decimal, or more where that would show 0.0.
-    percent = 100 * share
-    return f"{percent:.{max(1, -math.floor(math.log10(percent)))}f}" if percent > 0 else "0.0"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-# From a row's numbers for its labels: each label's score, and the probability of all labels together.
-
-
-class Measure(StrEnum):
-    """The meaning of an engine's numbers for the labels of a row."""
-
-    SHARES = "shares"  # Log-probabilities of labels that exclude one another
-    CHANCES = "chances"  # Log-probabilities of labels, each of which may be right independently of the others
-    VALUES = "values"  # any numbers
-    CHOICES = "choices"  # Log-probabilities of the row's own labels, which exclude one another
-    DECISIONS = "decisions"  # the same after each of several prompts of a row, one for each of its questions
-    LIKELIHOOD = "likelihood"  # the log-probability of a text of the row
-    TOKENS = "tokens"  # log-probabilities of the likeliest tokens, the likeliest first
-
-
-def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
-    """Return the score of each label, float64 [..., labels]: a probability, or the number itself if it is a value or a
-    likelihood.
-
-    Only shares have a `temperature`; see `label_probabilities`.
-    """
-    if measure in (Measure.SHARES, Measure.CHOICES, Measure.DECISIONS):
-        return label_probabilities(numbers, temperature)
-    apart = measure in (Measure.CHANCES, Measure.TOKENS)
-    return np.asarray(np.exp(numbers), np.float64) if apart else numbers
-
-
-def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Float64Array:
-    """Return the probability of each label among the labels after the temperature, float64 [..., labels]; the first is
-    the score.
-
-    `logprobs` [..., labels] are over the whole vocabulary. A row with a NaN, or without any finite value, gives NaN.
-    """
-    with np.errstate(invalid="ignore"):
-        sharp = logprobs / temperature
-        # Subtracting the maximum leaves the shares as they are and keeps exp from overflowing.
-        weights = np.exp(sharp - sharp.max(axis=-1, keepdims=True, initial=-np.inf))
-        shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
-    return shares
-
-
-#: Mean label mass of a question below which its answers are no better than guesses, as far as is known, and the one
-#: from which on most of the probability is on them; docs/score.md has the measurement.
-UNANSWERED_MASS, HALF_MASS = 0.1, 0.5
-
-
-def label_mass(logprobs: Float64Array) -> Float64Array:
-    """Return the probability of all labels together over the whole vocabulary, float64 [...], at most 1 despite
-    rounding."""
-    return np.asarray(np.minimum(np.exp(logprobs).sum(axis=-1), 1.0), np.float64)
-
-
-LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability is 0
-
-
-def log_shares_of(logprobs: Float64Array) -> Float64Array:
-    """Return the logarithm of each label's probability among the labels, float64 [rows, labels]; finite even if the
-    probability is 0."""
-    top = logprobs - logprobs.max(axis=-1, keepdims=True)
-    return np.asarray(np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG), np.float64)
-
-
-def mean_log_shares(answers: Sequence[Float64Array]) -> Float64Array:
-    """Return the logarithm of each label's mean probability among the labels, float64 [rows, labels], over several
-    `answers` [rows, labels] in log-probabilities."""
-    return np.asarray(np.logaddexp.reduce([log_shares_of(each) for each in answers]) - np.log(len(answers)))

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from prefillcli.stats.evaluation import Float64Array
+from prefillcli.stats.arrays import Float64Array
 
 # Strengths that are tried, in units of the points' total variance.
 STRENGTHS: Final = tuple(10.0**power for power in np.arange(-7, 1.1, 0.5))

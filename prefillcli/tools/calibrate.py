@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, 
 from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
-    IntArray,
     PlattScaling,
     best_method,
     cross_validate,
@@ -23,18 +22,19 @@ from prefillcli.judging.calibration import (
     methods_for,
 )
 from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, tell_blank
-from prefillcli.options.judging import CalibrateSettings
+from prefillcli.options.commands import CalibrateSettings
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.store import write_sealed
-from prefillcli.rows.output.target import QUESTION_ROWS, Job, Manifest, Target
+from prefillcli.rows.output.target import Job, Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
-from prefillcli.scoring.shell import shell
-from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_shares_of
+from prefillcli.scoring.shell import Ended, shell
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities, log_shares_of
 
 # An output of `prefill score` is read with right answers beside it.
 
@@ -54,7 +54,7 @@ class LabelledScores:
     question: str  # of several; empty for a job of labels
     scores: Float64Array  # as the output has them [rows]
     logprobs: Float64Array  # over the whole vocabulary [rows, labels]
-    truth: IntArray  # number of the right label [rows]
+    truth: Int64Array  # number of the right label [rows]
     truth_column: str  # that has the right answers
     left_out: dict[str, int]  # other rows, by reason
     job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where it is unknown
@@ -76,10 +76,10 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
     is damaged.
     """
-    path = settings.scores
+    path = settings.labelled.scores
     source = Source.open([path])
     job = job_of(path)
-    if job is None and settings.question:
+    if job is None and settings.labelled.question:
         raise UsageError(
             f"{path}: a copy of an output does not say what its questions are\n"
             "give the output itself, and the right answers with --truth-from"
@@ -99,11 +99,11 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
             "score without --label-norm, or calibrate without right answers: --calibrate-with"
         )
-    asked = own or AnswerColumns("", "", labels)
-    truth = find_truth(settings, {asked.name or ANSWER: asked}, source.available, job)
+    asked = own or AnswerColumns(labels=labels)
+    truth = find_truth(settings.labelled, {asked.name or ANSWER: asked}, source.available, job)
     right = truth.answers[asked.name or ANSWER]
     exits = [_EXIT] if _EXIT in source.available else []
-    wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
+    wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else own.told
     source.select(columns=[*wanted, right.key, *exits], carried=())
     found = _collect(source, asked, wanted, right, {} if job is None else job.fingerprint)
     _require_order(path, labels, found.logprobs, found.scores)
@@ -113,22 +113,20 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
         raise UsageError(
             f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}{seen}"
         )
-    tell_blank(settings, right, len(found.truth), int((found.before.argmax(axis=1) == found.truth).sum()))
+    tell_blank(settings.labelled, right, len(found.truth), int((found.before.argmax(axis=1) == found.truth).sum()))
     return replace(found, unknown_ids=truth.unknown_ids)
 
 
 def _asked(job: Job, settings: CalibrateSettings, source: Source) -> AnswerColumns | None:
     # The columns of the question that the settings name, or of the only one; None for a job of labels.
-    path, names = settings.scores, [each.name for each in job.answers]
-    if QUESTION_ROWS in job.fingerprint:
-        raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
-    first, equals, _ = (settings.truth or "").partition("=")  # --truth tone=right_tone
-    asked = settings.question or (names[0] if len(names) == 1 else first.strip() if equals else "")
+    path, names = settings.labelled.scores, [each.name for each in job.answers]
+    first, equals, _ = (settings.labelled.truth or "").partition("=")  # --truth tone=right_tone
+    asked = settings.labelled.question or (names[0] if len(names) == 1 else first.strip() if equals else "")
     if names and asked not in names:
         raise UsageError(
             f"{path}: it has the answers to {', '.join(names)}\nname one of these questions with --question"
         )
-    if not names and settings.question:
+    if not names and settings.labelled.question:
         raise UsageError(f"{path}: it has the answers to one question\nleave --question out")
     if f"{asked}.{_BOTH_ORDERS}" in source.available:
         raise UsageError(
@@ -260,62 +258,54 @@ def print_calibration(calibration: Calibration, path: str) -> None:
 LEAST_ROWS = 10  # rows of each label that a calibration takes at least
 
 
-@dataclass
-class _Ending:
-    status: Literal["complete", "failed", "interrupted"] = "failed"
-    exit_code: int = 1
-    error: str | None = None
-    calibration: Calibration | None = None
-
-
 def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
     """Fit, report on stderr, and write the file; return the summary for the last line on stdout.
 
     Errors are reported on stderr, and become the exit code in the summary.
     """
-    ending = _Ending()
-    with shell(ending, debug=settings.debug) as stop, stop.at_once():
-        require_json(settings.output)
+    ending, calibration = Ended(), None
+    with shell(ending, debug=settings.run.debug) as stop, stop.at_once():
+        require_json(settings.fit.output)
         require_apart(settings)
-        calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
+        calibration = _fitted(settings, read_labelled_scores(settings))
         try:
-            write_sealed(settings.output, calibration.model_dump_json())
+            write_sealed(settings.fit.output, calibration.model_dump_json())
         except OSError as error:
-            raise ResourceError(f"{settings.output}: cannot write: {error.strerror or error}") from None
+            raise ResourceError(f"{settings.fit.output}: cannot write: {error.strerror or error}") from None
         ending.status, ending.exit_code = "complete", 0
-        if not settings.quiet:
-            print_calibration(calibration, without_secrets(settings.output))
-    return _summary(ending, settings)
+        if not settings.run.quiet:
+            print_calibration(calibration, without_secrets(settings.fit.output))
+    return _summary(ending, calibration, settings)
 
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     # The calibration of these rows. Raises UsageError if there are too few of them, or the method does not suit them.
     labels, truth = rows.labels, rows.truth
     able = methods_for(len(labels))
-    if settings.method not in ("auto", *able):
+    if settings.fit.method not in ("auto", *able):
         raise UsageError(
-            f"--method {settings.method} is for two labels, and there are {len(labels)}: {', '.join(labels)}\n"
+            f"--method {settings.fit.method} is for two labels, and there are {len(labels)}: {', '.join(labels)}\n"
             f"give --method {' or '.join(able)}"
         )
     counts = np.bincount(truth, minlength=len(labels))
-    least = max(LEAST_ROWS, settings.folds)
+    least = max(LEAST_ROWS, settings.fit.folds)
     for label, count in zip(labels, counts.tolist(), strict=True):
         if count < least:
             others = ", ".join(f"{count:,} {reason}" for reason, count in rows.left_out.items())
             left_out = f" ({others})" if others else ""
             raise UsageError(
-                f"{settings.scores}: {label} is the right answer of {count} rows{left_out}; at least "
+                f"{settings.labelled.scores}: {label} is the right answer of {count} rows{left_out}; at least "
                 f"{least} rows of each label are needed\ngive more rows with right answers"
             )
     log_shares = log_shares_of(rows.logprobs)
-    held_out = cross_validate(log_shares, truth, rows.before, labels, folds=settings.folds, seed=settings.seed)
-    method = best_method(held_out) if settings.method == "auto" else settings.method
+    held_out = cross_validate(log_shares, truth, rows.before, labels, folds=settings.fit.folds, seed=settings.fit.seed)
+    method = best_method(held_out) if settings.fit.method == "auto" else settings.fit.method
     calibration = Calibration(
         labels=labels,
         question=rows.question,
         scaling=fit_scaling(method, log_shares, truth),
         fitted_on=FittedOn(
-            scores=without_secrets(settings.scores),
+            scores=without_secrets(settings.labelled.scores),
             truth=rows.truth_column,
             rows=len(truth),
             rows_by_label=dict(zip(labels, counts.tolist(), strict=True)),
@@ -325,8 +315,8 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
             job=rows.job,
         ),
         held_out=held_out,
-        folds=settings.folds,
-        seed=settings.seed,
+        folds=settings.fit.folds,
+        seed=settings.fit.seed,
     )
     _warn(calibration)
     return calibration
@@ -349,14 +339,13 @@ def _warn(calibration: Calibration) -> None:
         )
 
 
-def _summary(ending: _Ending, settings: CalibrateSettings) -> dict[str, Any]:
+def _summary(ending: Ended, calibration: Calibration | None, settings: CalibrateSettings) -> dict[str, Any]:
     line: dict[str, Any] = {"status": ending.status, "exit_code": ending.exit_code}
-    calibration = ending.calibration
     if calibration is not None and calibration.fitted_on is not None and ending.status == "complete":
         method = calibration.scaling.method
         before, after = calibration.held_out["none"], calibration.held_out[method]
         line |= {
-            "output": settings.output,
+            "output": settings.fit.output,
             "method": method,
             "rows": calibration.fitted_on.rows,
             "labels": list(calibration.labels),

@@ -20,7 +20,8 @@ from prefillcli.models.newest_flash import settle_flash
 from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.shape import UNWALKED, VERIFIED, NoCostModel
-from prefillcli.options.commands import DoctorSettings, ScoreSettings
+from prefillcli.options.commands import DoctorSettings
+from prefillcli.options.groups import BudgetOptions, LayerOptions, MemoryOptions
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import clock, cores, device_key, extras, log, memory, signals, user_cache
@@ -55,7 +56,7 @@ class Diagnosis(Ended):
     # `budget_bytes` for activations and K,V before weights are there, and `why`.
     memory: dict[str, Any] = field(default_factory=dict)
     dtype: dict[str, str] = field(default_factory=dict)  # `advice`, and `why`
-    # For each kind of smaller numbers that the device multiplies: `by` which way, and the `error` of a product.
+    # For each low precision in which the device multiplies: `by` which way, and the `error` of a product.
     compute: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The paths that agree, by dtype, in the order in which they are tried.
     attention: dict[str, list[str]] = field(default_factory=dict)
@@ -214,10 +215,10 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
     The exit code in the summary is 1 where a path of attention is wrong here, as runs have to go around it.
     """
     found = Diagnosis("complete", 0)
-    with shell(found, debug=settings.debug) as stop:
+    with shell(found, debug=settings.run.debug) as stop:
         _examine(settings, found, stop)
     clock.step("")
-    if found.status != "interrupted" and found.checks and not settings.quiet:
+    if found.status != "interrupted" and found.checks and not settings.run.quiet:
         _print_diagnosis(found)
     summary: dict[str, Any] = shown(asdict(found))
     return summary
@@ -226,13 +227,13 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
 def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> None:
     found.versions, found.packages = versions(), {name: extras.installed(name) for name in extras.OPTIONAL}
     found.uses = dict(extras.OPTIONAL)
-    threads = cores.Threads(settings.threads)
+    threads = cores.Threads(settings.lm.threads)
     found.threads, found.why_threads = threads.most, _why_threads(settings)
     found.cpu = _processor()
-    device = device_key.choose_device(settings.device)
+    device = device_key.choose_device(settings.lm.device)
     found.device, found.others = _described(device), device_key.other_devices(device)
     first = "the first CUDA device" if device.type == "cuda" else "no CUDA device is here"
-    found.why_device = first if settings.device == "auto" else "as asked for"
+    found.why_device = first if settings.lm.device == "auto" else "as asked for"
     found.dtype = _dtype_advice(device)
     found.memory = _budget(settings, device)
     found.notes = list(_notes(device))
@@ -246,7 +247,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     differ = [dtype for dtype, status in found.passes.items() if status == "differs"]
     for dtype in differ:
         log.error(f"compiled passes are wrong in {dtype}; runs on this machine go without them")
-    if settings.model is not None:
+    if settings.lm.model is not None:
         clock.step("opening the model")
         with stop.at_once():
             found.model = _with_model(settings, device, found)
@@ -324,7 +325,7 @@ def _described(device: torch.device) -> dict[str, Any]:
 
 
 def _why_threads(settings: DoctorSettings) -> str:
-    if settings.threads != "auto":
+    if settings.lm.threads != "auto":
         return "as asked for"
     if given := cores.given_numbers(os.environ):
         return ", ".join(f"{name}={os.environ[name]}" for name in given) + " in the environment"
@@ -349,23 +350,13 @@ def _dtype_advice(device: torch.device) -> dict[str, str]:
 
 
 def _budget(settings: DoctorSettings, device: torch.device) -> dict[str, Any]:
-    if settings.memory:
-        return {"budget_bytes": budget_of(_Budget(settings.memory), None), "why": "as asked for"}
+    if settings.packs.memory:
+        return {"budget_bytes": budget_of(settings.packs, None), "why": "as asked for"}
     try:
-        budget = budget_of(_Budget(None), memory.available_memory(device))
+        budget = budget_of(BudgetOptions(), memory.available_memory(device))
     except ResourceError as error:
         return {"budget_bytes": None, "why": str(error)}
     return {"budget_bytes": budget, "why": f"{FREE_SHARE:.0%} of what is free, less what weights take"}
-
-
-class _Budget:
-    """A `MemoryChoice` with a budget alone."""
-
-    pack_tokens = chunk_tokens = None
-    prefix_kv = "auto"
-
-    def __init__(self, memory: str | None) -> None:
-        self.memory = memory
 
 
 def _notes(device: torch.device) -> list[str]:
@@ -393,7 +384,7 @@ def _notes(device: torch.device) -> list[str]:
 
 def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis) -> dict[str, Any]:
     # The plan of a run with the model of `--model`.
-    files, device = open_model(settings)
+    files, device = open_model(settings.lm)
     facts: dict[str, Any] = {
         "path": str(files.origin),
         "family": files.family,
@@ -409,10 +400,10 @@ def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis
     if files.family in VERIFIED and device.type == "cpu":
         walk = "layer by layer; the tests compare this family with its own forward"
     opened = Opened(files, device, None, (), files.max_length_apart)
-    weights = plan_weights(ScoreSettings.model_construct(), opened)  # as by the defaults of `prefill score`
+    weights = plan_weights(LayerOptions(), opened)  # as by the defaults of `prefill score`
     budget = found.memory["budget_bytes"]
-    if not settings.memory and budget is not None:
-        budget = budget_of(_Budget(None), max(memory.available_memory(device) - weights.taken, 0))
+    if not settings.packs.memory and budget is not None:
+        budget = budget_of(BudgetOptions(), max(memory.available_memory(device) - weights.taken, 0))
     facts |= {
         "walk": walk,
         "weight_bytes": weights.bytes,
@@ -420,7 +411,7 @@ def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis
     }
     with suppress(NoCostModel):
         if budget is not None:
-            plan = plan_packs(opened, _Budget(settings.memory), budget)
+            plan = plan_packs(opened, MemoryOptions(memory=settings.packs.memory), budget)
             room = plan["limits"]["max_tokens"]
             longest = min(room, files.max_length_apart)
             facts |= {

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from prefillcli.errors import NOT_AS_EXPECTED, ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.review import AnswerFloor, FloorFile, QuestionFloors, Value
 from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, no_question, tell_blank
-from prefillcli.options.judging import CalibrateSettings
+from prefillcli.options.commands import CalibrateSettings
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
@@ -22,9 +22,10 @@ from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
-from prefillcli.scoring.shell import shell
+from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.acceptance import lowest_floor, lowest_floors
-from prefillcli.stats.evaluation import BoolArray, Float64Array, Int64Array, label_probabilities
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.tools.calibrate import job_of, number_of
 
 _SAME = 1e-6
@@ -50,7 +51,7 @@ def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswer
     """
     scores = [f"score_{label}" for label in own.labels]
     divided = norm or set(scores) <= set(source.available)
-    names = [own.name, own.column(own.source("score"))]
+    names = [own.name, own.told[0]]
     if not own.type:
         names = ["score", *(scores if divided and len(scores) > 2 else (LOGPROB + label for label in own.labels))]
     source.select(columns=list(dict.fromkeys([*names, truth.key])), carried=())
@@ -131,18 +132,16 @@ def _of_text(text: str) -> Any:
 
 def _floors(settings: CalibrateSettings) -> FloorFile:
     # The floors of all questions whose right answers are named. Raises UsageError.
-    path, accuracy = settings.scores, settings.accuracy or 0.0
+    path, accuracy = settings.labelled.scores, settings.fit.accuracy or 0.0
     source = Source.open([path])
     job = job_of(path)
     known = {} if job is None else {each.name: each for each in job.answers}
     asked = {name: known.get(name, own) for name, own in AnswerColumns.found_in(source.available).items()}
     if not asked:
-        if {"question", "labels", "score"} <= set(source.available):
-            raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
         raise UsageError(f"{path}: not an output of prefill score with the probabilities of answers")
-    if settings.question and settings.question not in asked:
-        raise no_question(path, settings.question, asked)
-    truth, found = find_truth(settings, asked, source.available, job), {}
+    if settings.labelled.question and settings.labelled.question not in asked:
+        raise no_question(path, settings.labelled.question, asked)
+    truth, found = find_truth(settings.labelled, asked, source.available, job), {}
     for name, right in truth.answers.items():
         norm = job is not None and "label_norm" in job.fingerprint
         rows = read_labelled_answers(source, asked[name], right, norm=norm)
@@ -151,7 +150,7 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
             advice = f"name the column with the right answers to {name}, or their file with --truth-from"
             advice = advice if rows.mistakes is None else f"they are {rows.mistakes.text}"
             raise UsageError(f"{path}: no row has an answer and a right one ({reasons})\n{advice}")
-        tell_blank(settings, right, len(rows.right), int(rows.right.sum()))
+        tell_blank(settings.labelled, right, len(rows.right), int(rows.right.sum()))
         floors = _floors_of(rows, settings)
         found[name] = QuestionFloors(truth=right.truth, floors=floors, left_out=rows.left_out, mistakes=rows.mistakes)
     return FloorFile(
@@ -164,8 +163,8 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
 
 
 def _floors_of(rows: LabelledAnswers, settings: CalibrateSettings) -> tuple[AnswerFloor, ...]:
-    accuracy = settings.accuracy or 0.0
-    if not settings.per_answer:
+    accuracy = settings.fit.accuracy or 0.0
+    if not settings.fit.per_answer:
         return (AnswerFloor.of(None, lowest_floor(rows.probabilities, rows.right, accuracy), rows.right),)
     found = lowest_floors(rows.probabilities, rows.right, rows.answers, len(rows.values), accuracy)
     return tuple(
@@ -235,42 +234,34 @@ def _missing(own: AnswerFloor) -> str:
     return f"answers are not right often enough at any probability: {own.right:,} of {own.rows:,}"
 
 
-@dataclass
-class _Ending:
-    status: Literal["complete", "failed", "interrupted"] = "failed"
-    exit_code: int = 1
-    error: str | None = None
-    floors: FloorFile | None = None
-
-
 def floors_job(settings: CalibrateSettings) -> dict[str, Any]:
     """Find the floors, report on stderr, and write the file; return the summary for the last line on stdout.
 
     Errors are reported on stderr, and become the exit code in the summary.
     """
-    ending = _Ending()
-    with shell(ending, debug=settings.debug) as stop, stop.at_once():
-        require_json(settings.output)
+    ending, floors = Ended(), None
+    with shell(ending, debug=settings.run.debug) as stop, stop.at_once():
+        require_json(settings.fit.output)
         require_apart(settings)
-        floors = ending.floors = _floors(settings)
+        floors = _floors(settings)
         try:
-            write_sealed(settings.output, floors.model_dump_json())
+            write_sealed(settings.fit.output, floors.model_dump_json())
         except OSError as error:
-            raise ResourceError(f"{settings.output}: cannot write: {error.strerror or error}") from None
+            raise ResourceError(f"{settings.fit.output}: cannot write: {error.strerror or error}") from None
         ending.status, ending.exit_code = "complete", 0
         if all(own.floor is None for question in floors.questions.values() for own in question.floors):
             ending.exit_code, ending.error = NOT_AS_EXPECTED, no_floor(floors)
-            if settings.quiet:
+            if settings.run.quiet:
                 log.error(ending.error)
         if not floors.job:
             log.warning(
                 "the scores do not name the job that made them, so prefill score cannot check that the floors are "
                 "for its model and prompt"
             )
-        if not settings.quiet:
-            print_floors(floors, without_secrets(settings.output))
+        if not settings.run.quiet:
+            print_floors(floors, without_secrets(settings.fit.output))
     line: dict[str, Any] = {"status": ending.status, "exit_code": ending.exit_code}
-    if ending.floors is not None and ending.status == "complete":
-        found = ending.floors.model_dump(include={"accuracy", "confidence", "questions"})
-        line |= {"output": settings.output, **found}
+    if floors is not None and ending.status == "complete":
+        found = floors.model_dump(include={"accuracy", "confidence", "questions"})
+        line |= {"output": settings.fit.output, **found}
     return line | ({"error": ending.error} if ending.error else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rich.console import Console
@@ -21,25 +21,25 @@ from prefillcli.core.windows import FoundRow, find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.options.commands import InspectSettings
-from prefillcli.options.option import Settings
-from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
 from prefillcli.options.requirements import compresses
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.questions import Question
 from prefillcli.reading.compress.compressor import compressor_of, inspected
 from prefillcli.reading.exits.policy import inspected_policies
 from prefillcli.report.section import Part, Section
-from prefillcli.rows.output.columns import shown_ids
-from prefillcli.rows.records import ErrorCode, Float64Array, Prompt, RowError, ScoredRow, Window, joined_row, unasked
+from prefillcli.rows.output.tallies import shown_ids
+from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window, joined_row, unasked
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
+from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.loading import load_walk
 from prefillcli.scoring.loop import NEXT_TOKENS, FollowUpWork
-from prefillcli.scoring.opening import Opening, require_shares
+from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import further_questions
 from prefillcli.scoring.shell import Ended, shell
-from prefillcli.stats.evaluation import label_probabilities
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,
@@ -76,13 +76,13 @@ def inspect_job(settings: InspectSettings) -> dict[str, Any]:
     Errors are reported on stderr, and become the exit code in the summary.
     """
     summary = Summary()
-    with shell(summary, debug=settings.debug) as stop:
+    with shell(summary, debug=settings.run.debug) as stop:
         inspection = _inspect(settings, summary, stop.at_once, stop.check)
-        if not settings.quiet:
+        if not settings.run.quiet:
             print_inspection(inspection, Console(stderr=True), most_tokens=MOST_TOKENS)
-        if settings.html is not None:
-            write_html(inspection, settings.html)
-            summary.html = settings.html
+        if settings.shown.html is not None:
+            write_html(inspection, settings.shown.html)
+            summary.html = settings.shown.html
         summary.status, summary.exit_code = "complete", 0
     return {name: value for name, value in vars(summary).items() if name != "error" or value is not None}
 
@@ -97,17 +97,15 @@ def _inspect(
     # once. Raises UsageError where the row is not found, PrefillError where it is an error row.
     _check(settings)
     require_apart(settings)
-    opening = Opening(settings, [settings.id_column])
-    inputs = opening.inputs
     with ExitStack() as stack:
         with at_once():
-            opening.open_source()
-            opening.open_models()
-            opened, every, settings = inputs.opened, inputs.labels, inputs.settings
+            rows, parts = open_rows(settings, [settings.ids.id_column])
+            inputs = open_inputs(rows, parts)
+            opened, every, settings = inputs.opened, inputs.labels, cast("InspectSettings", inputs.settings)
             require_shares(every, "inspect")
-            if isinstance(inputs.asking, QuestionAsking):
+            if isinstance(rows.asking, QuestionAsking):
                 _part(settings, [each.question for each in every.asked])  # before rows are read
-            found = _find(settings.row, inputs, every)
+            found = _find(settings.shown.row, inputs, every)
             summary.row, summary.id, window = found.row, found.id, found.window
             every.check(window)
             if found.row in window.errors:
@@ -115,8 +113,8 @@ def _inspect(
             asked = _asked(inputs, window, found.row)
             part = _part(settings, asked)
             names = asked[part].names
-            policy = inspected_policies(settings.exit_profile, opened, every).get(asked[part].name)
-            further = further_questions(inputs, opening.parts)
+            policy = inspected_policies(settings.exit_profile.exit_profile, opened, every).get(asked[part].name)
+            further = further_questions(inputs, parts)
             if further is not None:
                 stack.callback(further.close)
             loaded = load_walk(opened, settings, names=names)
@@ -125,7 +123,9 @@ def _inspect(
         number = next(at for at, prompt in enumerate(prompts) if (prompt.row, prompt.part) == (found.row, part))
         prompt, shared = prompts[number], shared_tokens(prompts, number)
         summary.prompt_tokens = len(prompt.tokens)
-        progress = stack.enter_context(Progress(None, interval=settings.progress_interval, quiet=settings.quiet))
+        progress = stack.enter_context(
+            Progress(None, interval=settings.run.progress_interval, quiet=settings.run.quiet)
+        )
 
         def tick(tokens: float) -> None:
             progress.advance(0, tokens)
@@ -140,7 +140,7 @@ def _inspect(
         summary.method, summary.kept_tokens = question.method, len(question.tokens)
         answers = _answers(inputs, loaded, question, summary, tick)
         views = [
-            None if own is None else AnswerView.of(names, prompt.labels, own.logprobs, settings.temperature)
+            None if own is None else AnswerView.of(names, prompt.labels, own.logprobs, settings.answers.temperature)
             for own in answers
         ]
         full, compressed = answers
@@ -153,14 +153,14 @@ def _inspect(
         sections, whole = [], scored
         if len(asked) > 1:
             every_answer = _answers_of(loaded.engine, [each for each in prompts if each.row == found.row], tick)
-            sections.append(_every_answer(every_answer, asked, settings.temperature))
+            sections.append(_every_answer(every_answer, asked, settings.answers.temperature))
             every_answer[part] = scored
             whole = joined_row([every_answer.get(at) or unasked(found.row) for at in range(len(asked))])
         if further is not None:
             labels_of_row = further.choice.wanted(window, [whole]).get(found.row, {})
             if part in labels_of_row:
                 row = WantedRow(question, scored, labels_of_row[part])
-                sections += _further(opening, further, loaded.engine, window, row, names, tick)
+                sections += _further(parts, further, loaded.engine, window, row, names, tick)
     for view, own in zip(views, answers, strict=True):
         if view is not None and own is not None and not view.is_finite:
             detail = f"label log-probabilities {own.logprobs.tolist()}"
@@ -169,8 +169,8 @@ def _inspect(
     return Inspection(
         row=prompt.row,
         row_id=str(prompt.row) if found.id is None else found.id,
-        model=settings.model or str(opened.files.origin),
-        draft=settings.draft,
+        model=settings.lm.model or str(opened.files.origin),
+        draft=settings.compression.draft,
         labels=list(names),
         tokens=token_views(opened.tokenizer, read),
         shared=shared_prefixes(
@@ -214,7 +214,7 @@ def _answers(
 
 
 def _further(
-    opening: Opening,
+    parts: Parts,
     further: FurtherQuestions,
     engine: Engine,
     window: Window,
@@ -224,18 +224,18 @@ def _further(
 ) -> list[Section]:
     # The findings about a row with these names of labels, after further questions about it; it takes the answers.
     # Raises ResourceError if the engine cannot go on.
-    follow = FollowUpWork(window, [row], further, engine.limits, "prefix-tree")
+    follow = FollowUpWork(window, [row], further, engine.limits)
     for pack in follow.plan.packs:
         for answers in engine.answer(
             pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
-    return list(filter(None, (each.shown(row, names) for each in opening.parts.follow_ups)))
+    return list(filter(None, (each.shown(row, names) for each in parts.follow_ups)))
 
 
 def _find(row: str | None, inputs: Inputs, labels: Labels) -> FoundRow:
     # The row with this id, or else with this number. Requests have ids without an option. Raises UsageError.
-    id_column: str | None = inputs.settings.id_column
+    id_column: str | None = inputs.settings.ids.id_column
     is_number = row is None or (row.isascii() and row.isdigit())
     if id_column is None and not is_number:
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
@@ -254,22 +254,22 @@ def _find(row: str | None, inputs: Inputs, labels: Labels) -> FoundRow:
 
 def _asked(inputs: Inputs, window: Window, row: int) -> list[Question]:
     # What each prompt of a row asks.
-    if isinstance(inputs.asking, DecisionAsking):
-        return inputs.asking.questions(window, row)
+    if isinstance(inputs.rows.asking, DecisionAsking):
+        return inputs.rows.asking.questions(window, row)
     return [each.question for each in inputs.labels.asked]
 
 
 def _part(settings: InspectSettings, asked: Sequence[Question]) -> int:
     # The number of the prompt that is shown: the first of its question.
     names = list(dict.fromkeys(each.name for each in asked))
-    if settings.question is None:
+    if settings.shown.question is None:
         return 0
     if names == [""]:
         raise UsageError("--question: the rows ask one question, which has no name\nleave it out")
-    if settings.question not in names:
-        near = did_you_mean(settings.question, names)
-        raise UsageError(f"--question: no question {settings.question!r}{near}\nthere are {', '.join(names)}")
-    return [each.name for each in asked].index(settings.question)
+    if settings.shown.question not in names:
+        near = did_you_mean(settings.shown.question, names)
+        raise UsageError(f"--question: no question {settings.shown.question!r}{near}\nthere are {', '.join(names)}")
+    return [each.name for each in asked].index(settings.shown.question)
 
 
 def _answers_of(engine: Engine, prompts: Sequence[Prompt], tick: Tick) -> dict[int, ScoredRow]:
@@ -295,25 +295,24 @@ def _every_answer(answers: Mapping[int, ScoredRow], asked: Sequence[Question], t
 
 def _check(settings: InspectSettings) -> None:
     # Raises UsageError for mistakes that do not depend on the input.
-    if settings.draft is not None and not settings.uses_draft:
+    if settings.compression.draft is not None and not settings.uses_draft:
         raise UsageError(
-            f"--draft {settings.draft}: prefill inspect shows the tokens that a draft model picks\n"
+            f"--draft {settings.compression.draft}: prefill inspect shows the tokens that a draft model picks\n"
             "score the row with prefill score, which shows how many tokens it kept"
         )
-    if settings.html is not None and not settings.html.lower().endswith((".html", ".htm")):
-        raise UsageError(f"--html {settings.html}: the page's name ends in .html")
+    if settings.shown.html is not None and not settings.shown.html.lower().endswith((".html", ".htm")):
+        raise UsageError(f"--html {settings.shown.html}: the page's name ends in .html")
 
 
 def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
-    asked = ["labels"] if isinstance(inputs.asking, LabelAsking) else ["questions", "question", "format"]
+    asked = ["labels"] if isinstance(inputs.rows.asking, LabelAsking) else ["questions", "question", "format"]
     names = ["template", "prompt_column", "system", "max_length", "on_long", "empty_text", *asked, "temperature"]
-    names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
-    groups: list[type[Settings]] = [InspectOptions] if compresses(settings) else []
-    groups += [AdapterOptions] if settings.adapter else []
-    groups += [DeterminismOptions] if settings.deterministic else []
-    for own in groups:
-        names += [name for name in own.model_fields if name != "draft" and name in settings.changing("scores")]
-    found = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    names += [name for name in ("chat_option", "answer_prefix") if settings.value(name)]
+    places = ["compression"] if compresses(settings) else []
+    places += ["adapters"] if settings.adapters.adapter else []
+    own = [name for name in settings.changing("scores") if settings.places()[name] in places and name != "draft"]
+    names += [*own, *(["deterministic"] if settings.layers.deterministic else [])]
+    found = {name: value for name in names if (value := settings.value(name)) is not None}
     way = inputs.builder.way
     return found | ({"chat": way.said} if way is not None and way.said else {})

@@ -45,7 +45,7 @@ from prefillcli.report.section import (
 )
 from prefillcli.rows.output.store import put_text
 from prefillcli.rows.records import NextTokens, Prompt, RowError, ScoredRow
-from prefillcli.stats.evaluation import label_mass, label_probabilities, log_shares_of
+from prefillcli.stats.labels import label_mass, label_probabilities, log_shares_of
 
 # A model's view of a row after each of its layers: the lead of one label, and the layers where rows would leave.
 

@@ -11,8 +11,8 @@ from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
-from prefillcli.rows.output.columns import Counts
-from prefillcli.rows.output.sink import JoinedShards
+from prefillcli.rows.output.shards import JoinedShards
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, step
@@ -27,8 +27,8 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
 
     Errors are reported on stderr, and become the exit code in the summary.
     """
-    run_id = settings.run_id or log.new_run_id()
-    with log.log_of(run_id, json_lines=settings.log_format == "json"):
+    run_id = settings.log.run_id or log.new_run_id()
+    with log.log_of(run_id, json_lines=settings.log.log_format == "json"):
         return _merge_and_report(settings, run_id)
 
 
@@ -38,8 +38,8 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
         sections_of,
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=shown(settings.model_dump(mode="json")),
-        output=settings.output,
+        settings=shown(settings.to_json()),
+        output=settings.files.output,
     )
     metrics_file, at_end = None, False
 
@@ -47,18 +47,21 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
         report.end(clock)
         report.warnings = log.warnings_of_run(without=ABOUT_ANSWERS)
         if not at_end:
-            leave_earlier_report(report, settings.output, None, quiet=settings.quiet)
+            leave_earlier_report(report, settings.files.output, None, quiet=settings.run.quiet)
         write_files(report, metrics_file)
 
     log.event("started", "the merge begins", settings=report.settings)
-    with shell(report, debug=settings.debug, finish=finish) as stop:
+    with shell(report, debug=settings.run.debug, finish=finish) as stop:
         with stop.at_once():
             require_apart(settings)
-        report.report, metrics_file = report_path(settings.output, settings.report, None), settings.metrics_file
+        report.report, metrics_file = (
+            report_path(settings.files.output, settings.files.report, None),
+            settings.files.metrics_file,
+        )
         _run(settings, report, clock, stop)
         at_end = True
     step("")
-    if not settings.quiet and report.status == "complete":
+    if not settings.run.quiet and report.status == "complete":
         log.info(_sentence(report))
     for text in untold(report):
         log.warning(text, event=ABOUT_ANSWERS)
@@ -67,23 +70,24 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 
 
 def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
-    gates = Gates(settings)
+    gates = Gates(settings.gates)
     gates.begin(report)
-    with JoinedShards(Target.parse(settings.output)) as joined:
+    with JoinedShards(Target.parse(settings.files.output)) as joined:
         with clock.phase("read"), stop.at_once():
-            joined.open(overwrite=settings.overwrite)
+            joined.open(overwrite=settings.files.overwrite)
         if joined.merged is not None:
             counts = _merged_before(joined, joined.merged, report, clock)
         else:
             counts = _merge(joined, report, clock, stop)
         manifest = joined.merged or joined.manifest
         report.take(counts)
+        report.take_audits(counts)
         with clock.phase("evaluate"), stop.at_once():
             for judge in MERGED:
-                judge.merged(report, settings.output, replace(manifest, counts=counts))
+                judge.merged(report, settings.files.output, replace(manifest, counts=counts))
     failed = gates.judge(report)
-    rate, skip = settings.max_error_rate, settings.skip_empty
-    if "max_error_rate" not in settings.model_fields_set:
+    rate, skip = settings.files.max_error_rate, settings.files.skip_empty
+    if "max_error_rate" not in settings.given:
         rate = manifest.plan.get("max_error_rate", rate)  # as the shards were given it
     empty = counts.total == 0
     conclude(report, counts, max_error_rate=rate, empty_input=empty, skip_empty=skip, failed=failed)

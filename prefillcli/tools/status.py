@@ -10,9 +10,9 @@ from typing import Any
 
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError, counted
 from prefillcli.rows.output import Shard, parts
-from prefillcli.rows.output.columns import Counts
-from prefillcli.rows.output.sink import shards_beside
+from prefillcli.rows.output.shards import shards_beside
 from prefillcli.rows.output.store import Beat
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, duration, rows_of

@@ -13,12 +13,15 @@ import pyarrow.compute as pc
 
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError, counted
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import ROW_COLUMN, Counts, typed_column
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.schema import typed_column
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import MEASURE, CsvFormat, Job, Manifest, Published, Target, rows_of_input
-from prefillcli.rows.records import ErrorCode, as_json, plain_texts, to_python
+from prefillcli.rows.records import ErrorCode
+from prefillcli.rows.values import as_json, plain_texts, to_python
 from prefillcli.runtime import log
 from prefillcli.scoring.shell import Ended, shell
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.labels import Measure
 
 # Checks that an output is as its job wrote it, and was made from the input that it names.
 
@@ -29,7 +32,7 @@ _MOST = 20  # problems that are named
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
 
 _NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are not probabilities
-_UNREAD = object()  # in place of the id of a row that was not read
+_UNREAD = object()  # instead of the id of a row that was not read
 
 
 class Verification:
@@ -100,15 +103,17 @@ class Verification:
 
     def _batches(self, published: Published) -> Iterator[Batch]:
         # The output, as far as it can be read.
-        id_name, form = published.job.id_name or ROW_COLUMN, self._target.file_format
+        job, form = published.job, self._target.file_format
+        id_name = job.id_name or ROW_COLUMN
         for name in published.files:
             with self._target.store.read(name) as file:
                 try:
-                    if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
+                    if form.sealed and Job.of_json(form.job_of(file)).digest != job.digest:
                         self._add(f"{name} is of another job")
-                    for table in rows_of_input(form, file, [id_name, "score", "error"], published.job):
+                    for rows in rows_of_input(form, file, [id_name, *job.told, "error"], job):
+                        table = job.with_score(rows)
                         ids = to_python(table[id_name])
-                        numbers = isinstance(form, CsvFormat) and published.job.id_name is None
+                        numbers = isinstance(form, CsvFormat) and job.id_name is None
                         yield _json_values(ids) if form.json_text or numbers else ids, table["score"], table["error"]
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                     self._add(f"{name} cannot be read: {error}")

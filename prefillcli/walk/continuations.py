@@ -1,4 +1,4 @@
-"""The drafters, and the source of each one's guesses: known before anything is imported."""
+"""Texts after prompts: how they are written, how they end, and what it took. It imports no torch."""
 
 from __future__ import annotations
 
@@ -7,31 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefillcli.plan.trie import TokenArray
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterKind:
-    """A drafter by name: `guesses` says for people where its tokens come from.
-
-    With `needs_draft` it guesses with a draft model that has the tokens of the model.
-    """
-
-    name: str
-    guesses: str
-    needs_draft: bool = False
-
-
-DRAFTERS: dict[str, DrafterKind] = {
-    kind.name: kind
-    for kind in (
-        DrafterKind("lookup", "what followed the same tokens in the row's own prompt and text"),
-        DrafterKind("suffix", "what followed the same tokens most often in earlier texts of the job"),
-        DrafterKind("retrieval", "what the model writes when it sees only the best parts of the prompt"),
-        DrafterKind("draft", "what the draft model writes when it sees the first and the latest tokens", True),
-        DrafterKind("hierarchy", "what retrieval writes, where the draft model guesses ahead", True),
-    )
-}
-
 
 # Why a text ends: at a stop token, at its greatest length (or the model's), or before it began, for lack of memory or
 # because the engine failed at each attempt.
@@ -42,7 +17,7 @@ FinishReason = Literal["stop", "length", "memory", "error"]
 class Speculation:
     """The way in which tokens are guessed before the model reads them, several in one pass. Texts do not depend on it.
 
-    `drafter` is a name of `prefillcli.walk.continuations`, or "off". At most `tokens` are guessed for
+    `drafter` is a value of `--speculation`. At most `tokens` are guessed for
     one pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps
     the first `sinks` tokens of a prompt and the `recent` ones.
     """

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import fits_flash, may_take, merge_into
-from prefillcli.walk.layout import Chunk, IntArray, KeyWindow, LastTokens, Span, Tree, on_device
+from prefillcli.walk.layout import Chunk, KeyWindow, LastTokens, Span, Tree, on_device
 
 try:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -161,7 +162,7 @@ def own_sides(window: KeyWindow | None) -> Sides:
     return CAUSAL if window is None or window.aligned else (window.size - 1, 0)
 
 
-def visible_parts(span: Span, depths: IntArray, window: KeyWindow | None) -> Iterator[Seen]:
+def visible_parts(span: Span, depths: Int64Array, window: KeyWindow | None) -> Iterator[Seen]:
     """The sequences in which queries at these `depths` see the keys of an ancestor through a window.
 
     All queries see the keys from the newest query's oldest key on. Of the keys before, each sees those from its own
@@ -178,7 +179,7 @@ def visible_parts(span: Span, depths: IntArray, window: KeyWindow | None) -> Ite
         yield from _cut(span.q0, span.q1, shared, span.k1)
 
 
-def _runs_of_queries(oldest: IntArray, first: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+def _runs_of_queries(oldest: Int64Array, first: int, end: int, step: int) -> Iterator[tuple[int, int]]:
     # Queries `first:end` in runs in which the oldest key moves on by `step` from one to the next.
     breaks = np.flatnonzero(np.diff(oldest[first:end]) != step) + first + 1
     edges = [first, *breaks.tolist(), end]
@@ -258,7 +259,7 @@ class _Call:
             self.end += queries
             self.gaps = True
 
-    def numbers(self) -> tuple[IntArray, IntArray, IntArray]:
+    def numbers(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         # Where queries and keys start, and the numbers of keys.
         self._leave_out(self._until or 0)
         queries, keys, lengths = np.asarray(self._rows, np.int64).T
@@ -324,7 +325,7 @@ def _lacks_compiler() -> str | None:
 
 
 def forest_mask(
-    tree: Tree, tokens: IntArray, depths: IntArray, window: KeyWindow | None, device: torch.device
+    tree: Tree, tokens: Int64Array, depths: Int64Array, window: KeyWindow | None, device: torch.device
 ) -> ForestMask | None:
     """The `ForestMask` of queries that stand at these `tokens` of the pack, ascending, and at these depths.
 
@@ -394,7 +395,7 @@ def _wanted() -> Any:
     return AuxRequest(lse=True)
 
 
-def _reach(tree: Tree) -> tuple[IntArray, IntArray, IntArray] | None:
+def _reach(tree: Tree) -> tuple[Int64Array, Int64Array, Int64Array] | None:
     # Of each key of the buffer: the place of the first query that sees it, the end of these places, and its depth.
     held = tree.held
     lengths = np.diff(np.asarray(tree.offsets))
@@ -411,12 +412,12 @@ def _reach(tree: Tree) -> tuple[IntArray, IntArray, IntArray] | None:
     return since, until, depth
 
 
-def _by_blocks(each: IntArray, reduce: np.ufunc) -> IntArray:
-    reduced: IntArray = reduce.reduceat(each, np.arange(0, len(each), BLOCK))
+def _by_blocks(each: Int64Array, reduce: np.ufunc) -> Int64Array:
+    reduced: Int64Array = reduce.reduceat(each, np.arange(0, len(each), BLOCK))
     return reduced
 
 
-def _listed(blocks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[IntArray, IntArray]:
+def _listed(blocks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Int64Array, Int64Array]:
     # The number of blocks in each row, int32 [rows], and their indices, int32 [rows, blocks], which come first in the
     # row.
     which = np.argsort(~blocks, axis=1, kind="stable")

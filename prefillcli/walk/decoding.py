@@ -16,10 +16,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.errors import out_of_memory
 from prefillcli.plan.pack import Pack
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import attend, merge_into
 from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing, whole_steps
 from prefillcli.walk.forest import ForestAttention, Scoring, WatchedLayer
-from prefillcli.walk.layout import IntArray, KeyWindow, Span, SpanSet, Tree, on_device
+from prefillcli.walk.layout import KeyWindow, Span, SpanSet, Tree, on_device
 from prefillcli.walk.lockstep import Drafter, NewTokens, write_texts
 from prefillcli.walk.own_cache import OwnCacheLayer
 from prefillcli.walk.recurrent import BranchRecurrence, changed_state
@@ -309,7 +310,7 @@ MOST_END = 256  # tokens of a prompt's end that are copied
 MOST_PADDED = 2  # times the copied tokens, if all rows are padded to the longest end
 
 
-def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
+def private_ends(paths: Sequence[Sequence[Run]]) -> Int64Array:
     """The number of tokens at the end of each row's prompt whose K,V are copied to stand with the tokens after it:
     short ends that no other row sees. Attention over all of these is then one call."""
     seen = Counter(run for path in paths for run in path)
@@ -338,8 +339,8 @@ class RowTokens:
         counts: Sequence[int],
         *,
         paths: Sequence[Sequence[Run]],
-        lengths: IntArray,
-        read: IntArray,
+        lengths: Int64Array,
+        read: Int64Array,
         device: torch.device,
     ) -> None:
         self.slots = np.asarray(slots, dtype=np.int64)
@@ -351,9 +352,9 @@ class RowTokens:
         self._row = np.repeat(np.arange(len(slots)), self.counts)  # of each token
         steps = np.arange(self.tokens) - np.repeat(self._ends - self.counts, self.counts)
         self._lengths = lengths[self.slots]
-        self._places: IntArray = read[self.slots][self._row] + steps  # among the tokens that the row has by itself
+        self._places: Int64Array = read[self.slots][self._row] + steps  # among the tokens that the row has by itself
         self.own = int(self._places.max()) + 1
-        self.depths: IntArray = self._lengths[self._row] + self._places
+        self.depths: Int64Array = self._lengths[self._row] + self._places
         self.slot_index = on_device(self.slots[self._row], device)
         self.place_index = on_device(self._places, device)
         self._steps = steps
@@ -428,7 +429,7 @@ class OwnTokens:
     layer's K,V of the prompts, on the runs `paths`.
     """
 
-    def __init__(self, kept: KeyValue | None, paths: Sequence[Sequence[Run]], ends: IntArray) -> None:
+    def __init__(self, kept: KeyValue | None, paths: Sequence[Sequence[Run]], ends: Int64Array) -> None:
         self._rows = len(paths)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
@@ -452,7 +453,7 @@ class OwnTokens:
         for whole, new in ((self.keys, key), (self.values, value)):
             whole.transpose(1, 2)[tokens.slot_index, tokens.place_index] = new[0].transpose(0, 1)
 
-    def keep(self, slots: IntArray) -> None:
+    def keep(self, slots: Int64Array) -> None:
         self._rows = len(slots)
         if self.keys is not None and self.values is not None:
             at = on_device(slots, self.keys.device)
@@ -477,7 +478,7 @@ class RowAttention(ForestAttention):
         self._own: OwnTokens  # of the layer that is called
 
     @property
-    def depths(self) -> IntArray:
+    def depths(self) -> Int64Array:
         return self._new.depths
 
     @property
@@ -658,7 +659,7 @@ class KeptForward:
         keys, values = (torch.cat([each[0, :, start:end] for start, end, _ in path], dim=1) for each in both)
         return keys, values
 
-    def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
+    def text_keys_values(self, layer: int, rows: Int64Array, places: Int64Array) -> KeyValue | None:
         """A layer's K,V [tokens, kv heads, width] of some tokens after prompts: of each its row, and its place after
         the row's prompt. None where the layer does not attend."""
         keys, values = self._own[layer].keys, self._own[layer].values

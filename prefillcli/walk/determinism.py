@@ -28,10 +28,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import floor_to
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import BlockArray, forest_kernel, product, room_for_output, takes
 from prefillcli.walk.forest import Scoring, attend_by_kernel
 from prefillcli.walk.fusion import fused
-from prefillcli.walk.layout import Chunk, IntArray, LastTokens, Tree, on_device
+from prefillcli.walk.layout import Chunk, LastTokens, Tree, on_device
 from prefillcli.walk.recurrent import (
     MOST_STATES,
     ModuleCall,
@@ -487,7 +488,7 @@ class _Together(NamedTuple):
 def attend_by_path(
     computed: Chunk | LastTokens, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """An `Attend` (`prefill/forest.py`): by the kernel where it takes these shapes, else by torch's operators."""
+    """An `Attend` (`walk/forest.py`): by the kernel where it takes these shapes, else by torch's operators."""
     kernel = forest_kernel() if takes(query, value, key.shape[1]) else None
     if kernel is not None:
         return attend_by_kernel(kernel, computed, query, key, value, scoring)
@@ -545,13 +546,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring:
     return out.view(*shape, narrow).transpose(1, 2), lse.view(shape).transpose(1, 2)
 
 
-def _steps(block: IntArray, runs: BlockArray) -> int:
+def _steps(block: Int64Array, runs: BlockArray) -> int:
     # The number of blocks of keys from the first to the last that a block of queries sees.
     first, end = _seen(block, runs)
     return -(-end // KEYS) - first // KEYS
 
 
-def _seen(block: IntArray, runs: BlockArray) -> tuple[int, int]:
+def _seen(block: Int64Array, runs: BlockArray) -> tuple[int, int]:
     # The depths first:end of the keys that a block of queries sees.
     _, rows, depth, first, last, _ = block.tolist()
     start, end, behind = runs[last - 1].tolist()
@@ -610,7 +611,7 @@ class _Reader:
 def read_in_pieces(
     call: ModuleCall, runs: Sequence[NodeRun], tree: Tree, states: PathStates[LinearAttentionLayer]
 ) -> None:
-    """A `ReadRuns` (`prefill/recurrent.py`): in pieces of `PIECE` tokens."""
+    """A `ReadRuns` (`walk/recurrent.py`): in pieces of `PIECE` tokens."""
     waiting, unfinished = list(runs), {run.node for run in runs}
     readers: list[_Reader] = []
     while waiting or readers:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import (
     LANES,
     ForestKernel,
@@ -40,7 +41,7 @@ from prefillcli.walk.cuda_kernels import (
     takes_flex,
     takes_sequences,
 )
-from prefillcli.walk.layout import Chunk, IntArray, KeyWindow, LastTokens, Span, layer_window, on_device
+from prefillcli.walk.layout import Chunk, KeyWindow, LastTokens, Span, layer_window, on_device
 
 ATTENTION = "prefillcli"
 
@@ -208,7 +209,7 @@ class ForestAttention:
         self._computed, self._keys_only, self.calls = tokens, False, 0
 
     @property
-    def depths(self) -> IntArray:
+    def depths(self) -> Int64Array:
         """The depths of the tokens that are computed."""
         return self._computed.depths
 

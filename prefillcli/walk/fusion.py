@@ -60,7 +60,7 @@ Forward = Callable[..., Any]
 Preparation = Callable[[nn.Module, int], AbstractContextManager[None]]
 # What some linear layers compute of rows [1, tokens, inputs]: of each [1, tokens, outputs], which may be views.
 Product = Callable[[Tensor], Sequence[Tensor]]
-# Gives the product of linear layers that read the same rows, for chunks of this many tokens, in place of products in
+# Gives the product of linear layers that read the same rows, for chunks of this many tokens, instead of products in
 # the model's dtype. None: it does not take them.
 Products = Callable[[Sequence[nn.Linear], int], Product | None]
 

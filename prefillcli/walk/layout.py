@@ -4,7 +4,7 @@ One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens 
 chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous, so "all of them
 to the ancestor" is one `Span`. The triangles are left: the `pieces` of nodes in the chunk.
 
-A token's depth is the number of tokens before it on its path. Windows count depths (`key_window`).
+A token's depth is the number of tokens before it on its path. Windows count depths (`KeyWindow`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from prefillcli.plan.pack import Pack
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import ROW_STEP, TILE, round_up
 
 # Local attention: a limit on the keys that a query sees.
@@ -160,8 +161,6 @@ class SpanSet:
         )
 
 
-IntArray = npt.NDArray[np.int64]
-
 GROUP_TOKENS = 16384  # padded tokens in one such batch
 MIN_BLOCK = 128  # a window cuts triangles into blocks of its size; a sliding window into blocks not smaller than this
 
@@ -248,8 +247,8 @@ class Tree:
         for before, root in pairwise(node for node, parent in enumerate(pack.parents) if parent < 0):
             if self.attach[root] != self.attach[before]:
                 self.shared[root] = 0
-        self.positions: IntArray = pack.positions.astype(np.int64)
-        self.depths: IntArray = np.arange(len(pack.tokens)) + np.repeat(
+        self.positions: Int64Array = pack.positions.astype(np.int64)
+        self.depths: Int64Array = np.arange(len(pack.tokens)) + np.repeat(
             np.asarray(pack.starts) - np.asarray(pack.offsets[:-1]), lengths
         )
 
@@ -300,11 +299,11 @@ class Chunk:
     tables: dict[Any, Any] = field(default_factory=dict)  # tables made once for the chunk, by the visible keys
 
     @property
-    def positions(self) -> IntArray:
+    def positions(self) -> Int64Array:
         return self.tree.positions[self.start : self.end]
 
     @property
-    def depths(self) -> IntArray:
+    def depths(self) -> Int64Array:
         return self.tree.depths[self.start : self.end]
 
     @property
@@ -316,12 +315,12 @@ class Chunk:
         """The keys seen through a window, or without one."""
         return made_once(self.tables, ("view", window), lambda: self._look(window))
 
-    def blocks(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
+    def blocks(self, window: KeyWindow | None, rows: int) -> tuple[Int64Array, Int64Array]:
         """The visible keys, for `kernel.ForestKernel.attend`: blocks of at most `rows` tokens, and their runs of
         keys."""
         return made_once(self.tables, ("blocks", window, rows), lambda: self._cut(window, rows))
 
-    def _cut(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
+    def _cut(self, window: KeyWindow | None, rows: int) -> tuple[Int64Array, Int64Array]:
         tree, a, b = self.tree, self.start, self.end
         blocks: list[tuple[int, ...]] = []
         runs: list[tuple[int, int, int]] = []
@@ -415,7 +414,7 @@ class LastTokens:
     """
 
     tree: Tree
-    tokens: IntArray  # their numbers in the pack [reads]
+    tokens: Int64Array  # their numbers in the pack [reads]
     device: torch.device
     ahead: int = 0
     tables: dict[Any, Any] = field(default_factory=dict)  # as a chunk's
@@ -426,7 +425,7 @@ class LastTokens:
         return [bisect_right(self.tree.offsets, token) - 1 for token in self.tokens.tolist()]
 
     @property
-    def depths(self) -> IntArray:
+    def depths(self) -> Int64Array:
         return self.tree.depths[self.tokens] + self.ahead
 
     @property
@@ -447,11 +446,11 @@ class LastTokens:
                 spans.add(query, query + 1, k0, k1, depth)
         return spans.merged()
 
-    def blocks(self, window: KeyWindow | None, rows: int = 1) -> tuple[IntArray, IntArray]:
+    def blocks(self, window: KeyWindow | None, rows: int = 1) -> tuple[Int64Array, Int64Array]:
         """The visible keys, in the form of `Chunk.blocks`, in blocks of one query: neighbours may belong to different
         nodes."""
 
-        def cut() -> tuple[IntArray, IntArray]:
+        def cut() -> tuple[Int64Array, Int64Array]:
             blocks: list[tuple[int, ...]] = []
             runs: list[tuple[int, int, int]] = []
             for query, (node, depth) in enumerate(zip(self.nodes, self.depths.tolist(), strict=True)):

@@ -15,10 +15,10 @@ from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prefillcli.stats.arrays import Float32Array
 from prefillcli.walk.continuations import (
     Beginning,
     Continuation,
@@ -102,8 +102,6 @@ class Drafter:
 # guesses. Two models that read the same text with the same noise mostly choose the same token, which makes one a good
 # drafter of the other (coupled drafting: arXiv 2408.07978).
 
-
-Float32Array = npt.NDArray[np.float32]
 
 _NUMBERS_AT_ONCE = 1 << 23  # numbers that one step of choosing may copy: 32 MiB of float32
 # Numbers of noise that are remembered, for the levels of speculation that choose a token for the same place.

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
 from prefillcli.plan.plan import LONG
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.forest import UnsupportedModelError
-from prefillcli.walk.layout import IntArray, split_evenly
+from prefillcli.walk.layout import split_evenly
 from prefillcli.walk.packed import packed_rows
 
 # Residual streams of several lanes, kept as one wide row for each token.
@@ -71,7 +72,7 @@ class Lanes:
 TRIAL_TOKENS = 7  # no number of lanes
 
 
-#: Called in place of the layer of this number, with this residual stream and arguments.
+#: Called instead of the layer of this number, with this residual stream and arguments.
 Reached = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -198,7 +199,7 @@ class Injection:
 #
 # Transformers looks at the largest position of a call, and encodes all positions of the call by it. A chunk holds
 # tokens of several prompts, and a long prompt spreads over chunks. So the positions of long prompts are marked
-# (`plan.long_positions`), and a model's rotary module is called for marked ones with one more position after them,
+# (`plan.marked_positions`), and a model's rotary module is called for marked ones with one more position after them,
 # at which the encodings change.
 
 
@@ -249,7 +250,7 @@ def _by_length(forward: Callable[..., Tables], switch: int) -> Callable[..., Tab
 class DepthCache:
     """Holds nothing, and gives the number of tokens before each of the tokens at `depths`, less those of the call."""
 
-    def __init__(self, depths: IntArray, device: torch.device) -> None:
+    def __init__(self, depths: Int64Array, device: torch.device) -> None:
         self._before = torch.as_tensor(depths - np.arange(len(depths)), device=device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
@@ -342,7 +343,7 @@ class ModelEnds:
     def record(
         self,
         tokens: Tensor,
-        positions: IntArray,
+        positions: Int64Array,
         *,
         cache: Any = None,
         attention_mask: Tensor | None = None,
@@ -370,7 +371,7 @@ class ModelEnds:
             return recorder.recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
 
-    def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, depths: IntArray) -> Any:
+    def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, depths: Int64Array) -> Any:
         """A layer's output for rows [1, tokens, width] of the folded residual stream, of tokens at `depths`: such
         rows, or whatever the layer returns first."""
         args, kwargs = call
@@ -413,7 +414,7 @@ class ModelEnds:
         with _some_padding(self._model.config.get_text_config()):
             return self._run(prompts, placeholder[:, None], placeholder[:1]).float()
 
-    def _run(self, reached: Reached, tokens: Tensor, positions: IntArray | Tensor | None, **given: Any) -> Tensor:
+    def _run(self, reached: Reached, tokens: Tensor, positions: Int64Array | Tensor | None, **given: Any) -> Tensor:
         # The logits of the model's forward over `tokens` [tokens] or [prompts, tokens], where `reached` stands for
         # its layers.
         cache = given.pop("cache", None)

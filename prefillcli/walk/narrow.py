@@ -1,4 +1,4 @@
-"""Products of smaller numbers: linear layers that multiply in int8, or in FP8 on CUDA.
+"""Products in low precision: linear layers that multiply in int8, or in FP8 on CUDA.
 
 A row is quantised by its own largest number when it is multiplied, a weight by the largest of its output channel. Rows
 have a few channels with numbers so large that little is left for the others. So 64 neighbours at a time are first
@@ -47,7 +47,7 @@ def check_narrow(kind: Narrow, device: torch.device, encoder: str | None = None)
     """Raise UsageError if the device has no products of this kind, or the model is an `encoder` of this name."""
     if encoder is not None:
         raise UsageError(
-            f"--compute {kind}: {encoder} is an encoder, and only decoders compute in smaller numbers\nleave it out"
+            f"--compute {kind}: {encoder} is an encoder, and only decoders compute in low precision\nleave it out"
         )
     if kind == "fp8" and (device.type != "cuda" or attention.compute_capability(device) < (8, 9)):
         raise UsageError(
@@ -130,7 +130,7 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
 
 
 def narrow_product(linear: nn.Linear, kind: Narrow) -> Callable[[Tensor], Tensor]:
-    """The product of rows [rows, inputs] with the weights of a linear layer, in smaller numbers."""
+    """The product of rows [rows, inputs] with the weights of a linear layer, in low precision."""
     weights = _weights(linear, kind)
     return lambda rows: weights.product(weights.quantised(rows), linear.bias, rows.dtype)
 

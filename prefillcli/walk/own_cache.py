@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError
-from prefillcli.walk.layout import IntArray, Tree, split_evenly
+from prefillcli.walk.layout import Tree, split_evenly
 from prefillcli.walk.model_ends import ModelEnds
 from prefillcli.walk.recurrent import NodeRun, PathStates, node_runs
 
@@ -148,7 +149,7 @@ class OwnCache:
         """Return whether layers pass on more than the residual stream. Then the layout of a pack does not change."""
         return bool(self._ends.carried)
 
-    def embed(self, tokens: Tensor, positions: IntArray) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Int64Array) -> Tensor:
         """The residual stream before the first layer, [1, tokens, hidden]."""
         return self._ends.record(tokens, positions, use_cache=True).hidden
 

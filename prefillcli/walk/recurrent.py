@@ -191,7 +191,7 @@ class LayerRecurrence:
 
     `kept` are nodes whose last states are asked for; `given` are the states that roots begin after, one of each
     module. Before each call of the layer, `chunk` sets the tokens of the pack that it computes. A `read` computes the
-    calls, in place of the fastest way.
+    calls, instead of the fastest way.
     """
 
     def __init__(

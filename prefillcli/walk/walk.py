@@ -23,10 +23,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.pack import KEYS_SHARE, Held, Key, LayersDone, Pack
 from prefillcli.plan.trie import TrieNode, build_forest, token_order
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import ROW_STEP, longest_batched
 from prefillcli.walk.forest import Attend, ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.walk.fusion import Preparation, fused
-from prefillcli.walk.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
+from prefillcli.walk.layout import Chunk, KeyWindow, LastTokens, Tree, split_evenly
 from prefillcli.walk.model_ends import HEAD_ROWS, CallBuffers, LayerCall, ModelEnds, Recording, lend_shared
 from prefillcli.walk.own_cache import (
     NO_DECODING,
@@ -311,7 +312,7 @@ class LayerWalk:
             rows.append(self.call(layer, self._residual.pick(state.hidden, at), recording.calls[index], attention))
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
-    def record(self, tokens: Tensor, positions: IntArray) -> Recording:
+    def record(self, tokens: Tensor, positions: Int64Array) -> Recording:
         """The arguments that the model's own forward over `tokens` int64 [tokens] passes to its layers."""
         return self._ends.record(tokens, positions)
 
@@ -484,12 +485,12 @@ class WalkState:
         return self.held_nodes + ([node for node, _ in self.pack.reads] if self.keep_ends else [])
 
     @property
-    def last_tokens(self) -> IntArray:
+    def last_tokens(self) -> Int64Array:
         """The token that each read ends with."""
         return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
 
     @property
-    def read_tokens(self) -> IntArray:
+    def read_tokens(self) -> Int64Array:
         """The same, and the tokens after each that are read."""
         if not self.pack.behind:
             return self.last_tokens
@@ -622,7 +623,7 @@ class Remainder:
 
     pack: Pack
     nodes: list[int]
-    tokens: IntArray
+    tokens: Int64Array
 
     @property
     def in_order(self) -> bool:
@@ -644,7 +645,7 @@ def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Re
     nodes = sorted(needed)
     number = {node: at for at, node in enumerate(nodes)} | {-1: -1}
     runs = [np.arange(pack.offsets[node], pack.offsets[node + 1], dtype=np.int64) for node in nodes]
-    tokens: IntArray = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+    tokens: Int64Array = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
     left = Pack(
         index=pack.index,
         tokens=pack.tokens[tokens],
@@ -671,7 +672,7 @@ class Thinned(NamedTuple):
     `reason` says why a prompt that was to be thinned goes on whole; None if it was not, or if it is thinner now.
     """
 
-    tokens: IntArray
+    tokens: Int64Array
     reason: str | None = None
 
 
@@ -700,7 +701,7 @@ class ThinningRule(Protocol):
         tokens."""
 
 
-def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
+def thin_pack(pack: Pack, kept: Sequence[Int64Array]) -> Remainder:
     """The forest of the remaining parts of the reads of `pack`. Reads share the kept tokens of a prefix up to the
     first token that one of them lacks. After it each read has its own tokens. A node has the number of the old node
     in which it ends.
@@ -715,7 +716,7 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
     lengths = [pack.offsets[node + 1] - pack.offsets[node] for node, _ in pack.reads]
     moved: dict[int, int] = {}  # nodes after reads
     reads_of_node: dict[int, list[int]] = {}
-    runs: list[IntArray] = []
+    runs: list[Int64Array] = []
     starts: list[int] = []
     parents: list[int] = []
     stack: list[tuple[TrieNode, int]] = [(root, -1) for root in reversed(build_forest(kept, token_order(kept)))]
@@ -734,7 +735,7 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
                 parents.append(moved.get(pack.parents[old], number))
         stack.extend((child, number) for child in reversed(node.children))
     end_of = {read: node for node, reads in reads_of_node.items() for read in reads}
-    tokens: IntArray = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+    tokens: Int64Array = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
     thin = Pack(
         index=pack.index,
         tokens=pack.tokens[tokens],

@@ -82,7 +82,7 @@ _LEFT_OUT = {"ray_address", "runner", "trust_remote_code", "compile"}
 
 
 def _value(command: str, name: str) -> st.SearchStrategy[str]:
-    field = COMMANDS[command].model_fields[name]
+    field = COMMANDS[command].options()[name]
     fitting: list[st.SearchStrategy[str]] = [_CHOICES[name]] if name in _CHOICES else []
     if not fitting and details_of(COMMANDS[command], name).metavar in ("PATH", "FILE", "OUTPUT"):
         fitting.append(st.sampled_from(_PATHS))  # some are written: nowhere else than in the example's folder
@@ -101,7 +101,7 @@ def _option(command: str) -> st.SearchStrategy[list[str]]:
     kind = COMMANDS[command]
     place = kind.given_by_place()
     found = []
-    for name, field in kind.model_fields.items():
+    for name, field in kind.options().items():
         if name in _LEFT_OUT or name == place:
             continue
         flag = as_typed(kind, name)

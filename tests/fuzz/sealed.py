@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from prefillcli.errors import UsageError
 from prefillcli.forecast.profile import Profile
 from prefillcli.judging.calibration import Calibration, FittedOn, IsotonicSteps, read_calibration
-from prefillcli.reading.exits.judging import calibrate_exits
 from prefillcli.reading.exits.policy import ExitProfile, LearntExits, exit_profile_at
+from prefillcli.reading.exits.proof import calibrate_exits
 from prefillcli.rows.proof import sealed_text
 from tests.fuzz.damage import byte_edits, edited, value_edits, with_values
 from tests.fuzz.fuzzer import Fuzzer

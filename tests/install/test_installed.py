@@ -111,7 +111,7 @@ def test_a_batch_file_comes_back_as_one(place: Place, reference: Reference) -> N
         place.sample("target"),
         "--dtype",
         "float32",
-        "--batch-format",
+        "--format",
         "openai",
         "-o",
         "answers.jsonl",

@@ -132,7 +132,7 @@ def test_requests_come_back_in_the_form_of_their_api(
         lines = [{"id": row["id"], **body} for row, body in zip(tickets, asked, strict=True)][:COMPARED]
         (place.folder / f"{form}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         place.run("prefill", "score", f"{form}.jsonl", "-m", place.sample("tickets"), "--format", form,
-                  "--served-model-name", asked[0]["model"], "-o", f"{form}.answers.jsonl")  # fmt: skip
+                  "--set", f"served_model_name={asked[0]['model']}", "-o", f"{form}.answers.jsonl")  # fmt: skip
         answers = [json.loads(line) for line in (place.folder / f"{form}.answers.jsonl").read_text().splitlines()]
         assert [each["custom_id"] for each in answers] == [line["id"] for line in lines]
         questions = (REFUND, DEPARTMENT, URGENCY)

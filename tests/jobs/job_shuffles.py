@@ -1,4 +1,4 @@
-"""Jobs over the same rows in random orders, windows, packs, chunks and schedules, with random threads and workers."""
+"""Jobs over the same rows in random orders, windows, packs and chunks, with random threads and workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.plan import SCHEDULES
 from prefillcli.tools.merge import merge_job
 from tests.jobs.jobs import read_output, score
 from tests.jobs.processes import SMALL, Command, Hold, words_of
@@ -43,7 +42,6 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
     return {
         "pack_tokens": size(60, 4000),
         "chunk_tokens": size(8, 2048),
-        "schedule": str(rng.choice(list(SCHEDULES))),
         "prefix_kv": str(rng.choice(["auto", "discard", "keep", "offload"])),
         "memory": str(rng.choice(["100MiB", "200MiB", "1GiB"])),
         "weights": "stream" if rng.random() < 1 / 8 else "resident",

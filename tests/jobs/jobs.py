@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
-from jsonschema import Draft202012Validator
+from jsonschema_rs import Draft202012Validator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.core.scorer import Granularity

@@ -96,9 +96,9 @@ def rows_of(path: str = "out.parquet") -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
 
 
-@pytest.mark.parametrize(("kind", "schedule"), [("rows", "prefix-tree"), ("users", "fifo")])
-def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, kind: str, schedule: str) -> None:
-    assert score(make_input(kind), **flags(model, adapters, schedule=schedule))["exit_code"] == 0
+@pytest.mark.parametrize("kind", ["rows", "users"])
+def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, kind: str) -> None:
+    assert score(make_input(kind), **flags(model, adapters))["exit_code"] == 0
     rows = rows_of()
     assert_scored(rows, adapters.answers(prompts(), names(kind)))
     assert [row["adapter"] for row in rows] == names(kind)
@@ -106,8 +106,7 @@ def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, 
     assert report["adapters"] == [
         {"name": name, "path": str(path), "rows": names(kind).count(name)} for name, path in adapters.folders.items()
     ] + [{"name": None, "path": None, "rows": names(kind).count(None)}]
-    if schedule == "prefix-tree":
-        assert report["tokens"]["computed"] <= 1.02 * report["tokens"]["unique"]
+    assert report["tokens"]["computed"] <= 1.02 * report["tokens"]["unique"]
 
 
 def test_adapters_are_exchanged_once_in_a_window(
@@ -124,11 +123,8 @@ def test_adapters_are_exchanged_once_in_a_window(
 
     monkeypatch.setattr(LoadedAdapter, "merge", counted)
     make_input()
-    for schedule in ("fifo", "prefix-tree"):
-        merged.clear()
-        done = score("in.parquet", **flags(model, adapters, schedule=schedule, prefix_kv="discard"), overwrite=True)
-        assert done["exit_code"] == 0
-        assert len(merged) <= 2 * 3  # of each window
+    assert score("in.parquet", **flags(model, adapters, prefix_kv="discard"))["exit_code"] == 0
+    assert len(merged) <= 2 * 3  # of each window
 
 
 @pytest.mark.parametrize("more", [{"workers": 2}, {"engine": "hf", "pack_tokens": None, "memory": None}])
@@ -250,7 +246,7 @@ def test_a_dry_run_checks_adapters_and_plans_with_them(model: Path, adapters: Ad
     assert score("in.parquet", dry_run=True, **flags(model, adapters))["exit_code"] == 0
     assert score("in.parquet", **flags(model, adapters))["exit_code"] == 0
     (report,) = Path().glob("*dry*.json")
-    (plan,) = [each for each in json.loads(report.read_text())["survey"]["plans"] if each["chosen"]]
+    plan = json.loads(report.read_text())["survey"]["plan"]
     assert plan["computed_tokens"] == read_report()["tokens"]["computed"]
     bad = flags(model, adapters) | {"adapter": {"red": str(model)}}
     assert score("in.parquet", dry_run=True, **bad)["exit_code"] == 2

@@ -82,9 +82,9 @@ def test_audited_rows_have_the_answer_of_the_whole_prompt_too(
     assert_close(rows, plain)
     assert [row["method"] for row in rows] == [row["method"] for row in plain]
     assert [row["kept_tokens"] for row in rows] == [row["kept_tokens"] for row in plain]
-    assert_report_sums_up(rows, report["audit"])
-    assert 0 < report["audit"]["flips"] < AUDIT
-    assert report["audit"]["auc_full"] is None
+    assert_report_sums_up(rows, report["audits"]["answer"])
+    assert 0 < report["audits"]["answer"]["flips"] < AUDIT
+    assert report["audits"]["answer"]["auc_full"] is None
     assert 0 < report["tokens"]["audit"] <= sum(rows[number]["prompt_tokens"] for number in chosen)
     assert report["tokens"]["prompt"] == sum(row["prompt_tokens"] for row in rows)
 
@@ -93,7 +93,7 @@ def test_fewer_compressed_rows_than_asked_for_are_all_audited(model: Path, draft
     compressed(make_input(reference), model=model, draft=draft, audit=1000)
     rows = read_output("out.parquet")
     assert [number for number, row in enumerate(rows) if row["audit_score"] is not None] == LONG
-    assert read_report()["audit"]["rows"] == len(LONG)
+    assert read_report()["audits"]["answer"]["rows"] == len(LONG)
 
 
 def test_an_audit_of_rows_that_are_all_read_in_full_shows_nothing(
@@ -101,7 +101,7 @@ def test_an_audit_of_rows_that_are_all_read_in_full_shows_nothing(
 ) -> None:
     compressed(make_input(reference), model=model, draft=draft, audit=5, keep=1.0, quiet=False)
     assert audited(read_output("out.parquet")) == []
-    report = read_report()["audit"]
+    report = read_report()["audits"]["answer"]
     assert (report["rows"], report["flip_rate"], report["interval"]) == (0, None, None)
     assert "no row was scored in full as well" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_right_answers_give_the_area_under_the_curve(
     truth = [None if number % 7 == 3 else right[number % 3 == 0] for number in range(ROWS)]
     source = make_input(reference, kind, truth)
     compressed(source, model=model, draft=draft, audit=20, truth="truth")
-    rows, report = read_output("out.parquet"), read_report()["audit"]
+    rows, report = read_output("out.parquet"), read_report()["audits"]["answer"]
     assert [row["truth"] for row in rows] == truth
     known = [row for row in audited(rows) if row["truth"] is not None]
     positive = [row["truth"] == right[0] for row in known]
@@ -139,7 +139,7 @@ def test_answers_of_a_form_of_their_own_are_not_counted(model: Path, draft: Path
     truth = [answers[number % len(answers)] for number in range(ROWS)]
     compressed(make_input(reference, "jsonl", truth), model=model, draft=draft, audit=1000, truth="truth")
     known = [number for number in LONG if truth[number] in ("Yes", "No", " Yes ", True)]
-    assert read_report()["audit"]["truth_rows"] == len(known)
+    assert read_report()["audits"]["answer"]["truth_rows"] == len(known)
 
 
 def test_the_table_tells_the_flips(
@@ -149,7 +149,7 @@ def test_the_table_tells_the_flips(
     compressed(
         make_input(reference, "jsonl", truth), model=model, draft=draft, audit=AUDIT, truth="truth", quiet=False
     )
-    table, report = " ".join(capsys.readouterr().err.split()), read_report()["audit"]
+    table, report = " ".join(capsys.readouterr().err.split()), read_report()["audits"]["answer"]
     assert f"{AUDIT} rows also in full: {report['flips']} flip" in table
     assert f"{report['auc_compressed']:.3f} as scored, {report['auc_full']:.3f} in full" in table
     assert "computed by the draft" in table

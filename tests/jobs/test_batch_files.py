@@ -29,7 +29,7 @@ def line(custom_id: Any, url: str, **body: Any) -> dict[str, Any]:
 
 def answered(lines: list[Any], model: Path, **flags: Any) -> list[dict[str, Any]]:
     """The lines that a job writes for a batch file."""
-    given = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1} | flags
+    given = {"model": model, "format": "openai", "served_model_name": "fox", "max_error_rate": 1} | flags
     assert score(write_jsonl("batch.jsonl", lines), "out.jsonl", **given)["exit_code"] == 0
     return read_output("out.jsonl")
 
@@ -223,7 +223,7 @@ def test_without_the_format_labels_are_scored(model: Path, reference: Reference)
 def test_what_cannot_go_with_the_format_is_refused(model: Path, flags: dict[str, Any], said: str) -> None:
     write_jsonl("batch.jsonl", [line("r0", COMPLETION, prompt="x")])
     write_jsonl("rows.jsonl", [{"prompt": "x"}])
-    given = {"model": model, "batch_format": "openai", "inputs": "batch.jsonl", "output": "out.jsonl"} | flags
+    given = {"model": model, "format": "openai", "inputs": "batch.jsonl", "output": "out.jsonl"} | flags
     try:
         error = score(**given)["error"]
     except UsageError as raised:  # before a job begins

@@ -14,7 +14,7 @@ from scipy.special import expit, softmax
 
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibration
-from prefillcli.options.judging import CalibrateSettings
+from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
 from prefillcli.tools.calibrate import calibrate_job
@@ -86,10 +86,8 @@ def test_the_probability_stands_beside_the_score_and_nothing_else_changes(model:
     make_input()
     assert score("in.parquet", "plain.parquet", **flags(model))["exit_code"] == 0
     assert score("in.parquet", calibration=save(), **flags(model))["exit_code"] == 0
-    assert read_report("plain.run.json")["calibration"] is None
-    assert read_report()["calibration"] == {
-        "method": "platt", "question": "", "rows": None, "content_free": None,
-    }  # fmt: skip
+    assert read_report("plain.run.json")["calibrations"] == {}
+    assert read_report()["calibrations"] == {"answer": {"method": "platt", "rows": None, "content_free": None}}
     rows, plain = read_output("out.parquet"), read_output("plain.parquet")
     assert_platt(rows)
     assert list(rows[0])[:3] == ["row", "score", "probability"]
@@ -277,7 +275,7 @@ def test_what_the_model_says_without_content_is_divided_out(
     free = [f"{SHOTS} {text} Answer:" for text in ("N/A", "fox")]
     rows = read_output("out.parquet")
     shares = np.mean([softmax(np.array(reference.answer(text).logprobs)) for text in free], axis=0)
-    reported = read_report()["calibration"]["content_free"]
+    reported = read_report()["calibrations"]["answer"]["content_free"]
     assert reported == pytest.approx(dict(zip(("Yes", "No"), shares.tolist(), strict=True)), abs=1e-5)
     for row, post in zip(rows, texts(ROWS), strict=True):
         assert row["probability"] == pytest.approx(contextual(reference, f"{SHOTS} {post} Answer:", free), abs=1e-5)
@@ -303,7 +301,7 @@ def test_all_text_is_content_unless_columns_are_named(model: Path, reference: Re
         ({"calibrate_columns": "prose"}, "the template has no such column\nit has: "),
         ({"template": "{% if post != 'N/A' %}{{ post }}{% endif %}"}, "no prompt can be made of it"),
         ({"template": None, "prompt_column": "post"}, "needs a --template or --questions, whose columns it replaces"),
-        ({"calibrate_with": None, "calibrate_columns": "post"}, "--calibrate-columns needs --calibrate-with"),
+        ({"calibrate_with": None, "calibrate_columns": "post"}, "--set calibrate_columns needs --calibrate-with"),
     ],
 )
 def test_what_has_no_prompt_without_content_is_refused(model: Path, given: dict[str, Any], said: str) -> None:

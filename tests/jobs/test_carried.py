@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from prefillcli.core.scorer import Granularity
-from prefillcli.rows.output import parts as part_files
 from tests.jobs.jobs import Reference, assert_scored, read_output, read_report, score, write_parquet
 from tests.jobs.processes import SMALL, Command, Hold, cut_small_windows
 
@@ -110,44 +108,16 @@ def test_a_window_whose_part_is_lost_is_scored_again_as_before(model: Path, whol
     assert lost + 100 < tokens["computed"] < lost + 250  # and the history that window 1 was given
 
 
-def test_parts_of_an_older_version_carry_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_input()
-    dump = json.dumps
-
-    def without_carried(content: Any, **options: Any) -> str:
-        if isinstance(content, dict):
-            content.pop("carried", None)
-        return dump(content, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(part_files.json, "dumps", without_carried)
-        patch.setattr("prefillcli.rows.output.sink.Sink.finish", _stop)
-        assert score("in.parquet", **flags(model))["exit_code"] != 0
-    for path in Path("out.parquet.prefill").glob("part-000001-*.parquet"):
-        path.unlink()
-    assert score("in.parquet", resume=True, **flags(model))["exit_code"] == 0
-    assert len(rows_of()) == ROWS
-    assert rows_of()[20]["computed_tokens"] > 50
-
-
-def _stop(*_: object) -> None:
-    raise OSError("stopped")
-
-
 def test_a_dry_run_plans_what_the_run_computes(model: Path) -> None:
     make_input()
     more = flags(model)
     score("in.parquet", dry_run=True, **more)
     survey = read_report("out.dry-run.json")["survey"]
-    (own,) = [plan for plan in survey["plans"] if plan["chosen"]]
+    own = survey["plan"]
     assert score("in.parquet", **more)["exit_code"] == 0
     report = read_report()
     assert survey["unique_tokens"] == report["tokens"]["unique"]
     assert (own["computed_tokens"], own["packs"]) == (report["tokens"]["computed"], report["packs"])
-    for plan in survey["plans"]:
-        score("in.parquet", overwrite=True, **{**more, "schedule": plan["schedule"]})
-        report = read_report()
-        assert (plan["computed_tokens"], plan["packs"]) == (report["tokens"]["computed"], report["packs"]), plan
 
 
 def test_workers_share_what_windows_hand_on(model: Path) -> None:

@@ -258,7 +258,7 @@ def test_choices_are_held_against_right_ones(
     source, known = with_truth(kind)
     flags = {"choices_column": "choices", "truth": "right", "max_error_rate": 1.0, "show_text": True, "quiet": False}
     done = score(source, output, model=model, label_norm="bytes", **flags)
-    found = read_report("o.run.json")["evaluation"]
+    found = read_report("o.run.json")["evaluations"]["answer"]
     rows = [(row, number, expected(reference, row)) for row, number in known if number is not None]
     assert (found["rows"], found["without_truth"], found["errors"]) == (len(rows), 40 - len(rows), 1)
     assert 5 < len(rows) < 35, len(rows)
@@ -278,7 +278,7 @@ def test_choices_are_held_against_right_ones(
     assert found["choices"]["chance"] == pytest.approx(np.mean([1 / len(row["choices"]) for row, _, _ in rows]))
     written = [(own, at) for own, (_, at) in zip(read_output(output), known, strict=False) if at is not None]
     assert found["log_loss"]["value"] == pytest.approx(-np.mean([np.log(own["scores"][at]) for own, at in written]))
-    assert done["evaluation"]["accuracy"] == found["accuracy"]["value"]
+    assert done["evaluations"]["answer"]["accuracy"] == found["accuracy"]["value"]
     wrong = [max(own["scores"]) for own, at in written if own["prediction"] != at]
     assert [row["probability"] for row in found["surest_wrong"]] == pytest.approx(sorted(wrong, reverse=True)[:20])
     for row in found["surest_wrong"]:
@@ -298,12 +298,12 @@ def test_without_a_norm_there_is_one_accuracy_and_shards_are_merged(
     source, _ = with_truth("jsonl")
     flags = {"model": model, "choices_column": "choices", "truth": "right", "max_error_rate": 1.0}
     score(source, "whole.parquet", **flags)
-    whole = read_report("whole.run.json")["evaluation"]
+    whole = read_report("whole.run.json")["evaluations"]["answer"]
     assert whole["choices"]["accuracy_whole"] is None
     for number in (1, 2):
         assert score(source, "o.parquet", shard=f"{number}/2", **flags)["exit_code"] == 0
     merge_job(load_settings(MergeSettings, {"output": "o.parquet", "quiet": True}, environment={}))
-    merged = read_report("o.run.json")["evaluation"]
+    merged = read_report("o.run.json")["evaluations"]["answer"]
     assert merged["accuracy"] == whole["accuracy"]
     assert merged["choices"]["logprob"]["value"] == pytest.approx(whole["choices"]["logprob"]["value"])
 

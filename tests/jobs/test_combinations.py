@@ -39,7 +39,7 @@ GIVEN: dict[OptionText, Values] = {
     "--exit": {"exit": True},
     "--exit-profile": {"exit": True, "exit_profile": "e.json"},
     "--exit-rows": {"exit": True, "exit_rows": 50},
-    "--first": {"first": ("words",)},
+    "--first": {"first": "words"},
     "--flips-of": {"exit": True, "flips_of": "all"},
     "--head probability": {"head": "probability"},
     "--head value": {"head": "value"},
@@ -59,12 +59,12 @@ GIVEN: dict[OptionText, Values] = {
     "--overwrite": {"overwrite": True},
     "--paper": {"draft": "d", "keep": 0.5, "paper": True},
     "--partition": {"partition": True},
-    "--precision": {"first": ("words",), "precision": 0.9},
+    "--precision": {"first": "words", "precision": 0.9},
     "--prompt-column": {"prompt_column": "text"},
     "--questions": {"questions": "q.yaml"},
     "--rationale": {"rationale": 8},
     "--rationale-limit": {"rationale": 8, "rationale_when": "score > 0.5", "rationale_limit": 3},
-    "--recall": {"first": ("words",), "recall": 0.9},
+    "--recall": {"first": "words", "recall": 0.9},
     "--rejects": {"rejects": "r.jsonl"},
     "--review": {"review_below": "0.9", "review": "look.jsonl"},
     "--review-below": {"review_below": "0.9"},
@@ -88,7 +88,7 @@ def _both(each: Refused) -> Settings:
     # Settings of a command with both options, whose own checks have not run.
     kind = InspectSettings if (each.option, each.other) == ("--exit-profile", "--adapter") else ScoreSettings
     values = {"inputs": ("in.parquet",), **GIVEN[each.option], **GIVEN[each.other]}
-    return kind(**{name: value for name, value in values.items() if name in kind.model_fields})
+    return kind(**{name: value for name, value in values.items() if name in kind.options()})
 
 
 @pytest.mark.parametrize("each", REFUSED, ids=lambda each: f"{each.option} {each.other}")
@@ -107,7 +107,7 @@ def test_either_of_the_two_alone_is_not_refused_for_it(each: Refused) -> None:
     both = _both(each)
     for text in (each.option, each.other):
         values = {"inputs": ("in.parquet",), **GIVEN[text]}
-        settings = type(both)(**{name: value for name, value in values.items() if name in type(both).model_fields})
+        settings = type(both)(**{name: value for name, value in values.items() if name in type(both).options()})
         assert not each.holds(settings)
 
 

@@ -21,7 +21,7 @@ from tests.jobs.jobs import Reference, beside_answers, read_output, read_report,
 
 STABLE_KEYS = {
     "schema_version", "status", "exit_code", "error", "rows", "tokens", "seconds", "rows_per_second",
-    "tokens_per_second", "peak_memory_bytes", "packs", "settings", "versions", "fingerprint", "audit",
+    "tokens_per_second", "peak_memory_bytes", "packs", "settings", "versions", "fingerprint", "audits",
 }  # fmt: skip
 STABLE_PARTS = {
     "rows": {"total", "scored", "errors", "errors_by_code"},
@@ -60,9 +60,9 @@ def test_h_is_help(command: list[str]) -> None:
 
 def test_help_groups_every_option() -> None:
     shown = prefill("score", "--help-all").stdout
-    for name in ("--output", "--labels", "--resume", "--overwrite", "--recipe", "--on-long", "--schedule"):
+    for name in ("--output", "--labels", "--resume", "--overwrite", "--recipe", "--on-long", "--memory"):
         assert name in shown
-    for panel in ("Files", "Model", "Prompts", "Answers", "Memory and speed", "Run"):
+    for panel in ("Input", "Output", "Model", "Prompts", "Answers", "Memory and speed", "Run"):
         assert f"\n{panel}:\n" in shown
 
 

@@ -210,12 +210,12 @@ def test_what_a_row_in_full_computes_anyway_is_there_for_its_neighbours(
     "options",
     [
         {"pack_tokens": 64, "prefix_kv": "offload"},
-        {"pack_tokens": 64, "schedule": "fifo", "prefix_kv": "discard"},
+        {"pack_tokens": 64, "prefix_kv": "discard"},
         {"chunk_tokens": 17},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_packs_and_schedules_change_no_score(
+def test_packs_and_chunks_change_no_score(
     model: Path, draft: Path, reference: Reference, options: dict[str, Any]
 ) -> None:
     prompts = [

@@ -86,7 +86,7 @@ def whole(model: Path, draft: Path, reference: Reference, tmp_path_factory: pyte
     whole = run_undisturbed(tmp_path_factory.mktemp("whole"), reference, flags(model, draft))
     methods = [row["method"] for row in whole.rows]
     assert (methods.count("specprefill"), methods.count("full"), methods.count(None)) == (63, 6, 1)
-    assert whole.report["audit"]["rows"] == 25
+    assert whole.report["audits"]["answer"]["rows"] == 25
     assert whole.report["packs"] > 20
     return whole
 
@@ -109,7 +109,7 @@ def assert_resumes(whole: Undisturbed, options: dict[str, Any], same_packs: bool
         assert without_seconds() == whole.rows
     report = read_report()
     assert summary["rows"] == whole.report["rows"]
-    assert report["audit"] == whole.report["audit"] or not same_packs
+    assert report["audits"]["answer"] == whole.report["audits"]["answer"] or not same_packs
     assert report["keep"] == whole.report["keep"]
     assert report["keep_auto"] == whole.report["keep_auto"]
     assert not parts()
@@ -147,7 +147,7 @@ def test_a_finished_job_is_not_done_again(model: Path, draft: Path, reference: R
     assert summary["exit_code"] == 0
     report = read_report()
     assert (report["tokens"]["computed"], report["tokens"]["draft"]) == (0, 0)
-    assert (report["audit"], report["keep"]) == (whole.report["audit"], HOW["keep"])
+    assert (report["audits"]["answer"], report["keep"]) == (whole.report["audits"]["answer"], HOW["keep"])
     assert without_seconds() == whole.rows
 
 

@@ -55,13 +55,13 @@ def settings(recipe: str | None = None, environment: dict[str, str] | None = Non
         ({"pool": 4}, ["--set pool", "odd"]),
         (
             {"paper": True, "query_window": 8, "keep_private": True},
-            ["--paper", "--set query_window", "--keep-private"],
+            ["--set paper", "--set query_window", "--set keep_private"],
         ),
         ({"lookahead": 0}, ["--set lookahead"]),
         ({"query_window": -1}, ["--set query_window"]),
         ({"query_reduce": "median"}, ["--set query_reduce", "mean"]),
         ({"select_chunk": 0}, ["--set select_chunk"]),
-        ({"compress_above": -1}, ["--compress-above"]),
+        ({"compress_above": -1}, ["--set compress_above"]),
         ({"keep_last": -1}, ["--set keep_last"]),
         ({"max_flips": 1}, ["--max-flips"]),
     ],
@@ -80,8 +80,8 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
 
     for words, named in (
         (["--keep", "0.5"], "--draft"),
-        (["--compress-above", "some"], "--compress-above"),
-        (["--paper", "--set", "pool=5"], "--set pool"),
+        (["--set", "compress_above=some"], "--set compress_above"),
+        (["--set", "paper=true", "--set", "pool=5"], "--set pool"),
     ):
         with pytest.raises(SystemExit) as ended:
             app(["score", str(source), *words])
@@ -93,7 +93,7 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
 
 def test_the_papers_setting_is_one_flag() -> None:
     """Values of the paper's published code: eight queries, pooling over 13, chunks of 32, and nothing beyond it."""
-    found = compression_of(settings(draft="d", keep=0.5, paper=True, keep_last=5))
+    found = compression_of(settings(draft="d", keep=0.5, paper=True, keep_last=5).compression)
     assert (found.lookahead, found.query_window, found.queries) == (8, 0, 8)
     assert (found.query_reduce, found.pool, found.select_chunk) == ("mean", 13, 32)
     assert not found.keep_private
@@ -116,10 +116,10 @@ def test_the_rate_comes_from_recipe_environment_or_flag() -> None:
     recipe = Path("job.yaml")
     for text, rate in (("keep: auto", "auto"), ("keep: 0.25", 0.25), ("keep: 1", 1.0), ("keep: '0.5'", 0.5)):
         recipe.write_text(f"{text}\ndraft: d\n")
-        assert settings("job.yaml").keep == rate
-        assert type(settings("job.yaml").keep) is type(rate)
-    assert settings("job.yaml", {"PREFILL_KEEP": "0.75"}).keep == 0.75
-    assert settings("job.yaml", {"PREFILL_KEEP": "auto"}, keep="0.125").keep == 0.125
+        assert settings("job.yaml").compression.keep == rate
+        assert type(settings("job.yaml").compression.keep) is type(rate)
+    assert settings("job.yaml", {"PREFILL_KEEP": "0.75"}).compression.keep == 0.75
+    assert settings("job.yaml", {"PREFILL_KEEP": "auto"}, keep="0.125").compression.keep == 0.125
 
 
 def test_a_draft_with_another_tokenizer_is_refused(

@@ -90,7 +90,7 @@ def test_scores_of_csv_are_bit_for_bit_those_of_the_same_rows_as_parquet(name: s
     assert (summary["rows"]["empty"], summary["rows"]["errors"]) == (1, 0)
     assert pq.read_schema("b.parquet").remove_metadata() == pq.read_schema("a.parquet").remove_metadata()
     assert without_seconds("b.parquet") == without_seconds("a.parquet")
-    reports = [json.loads(Path(f"{each}.run.json").read_text())["evaluation"] for each in "ab"]
+    reports = [json.loads(Path(f"{each}.run.json").read_text())["evaluations"]["answer"] for each in "ab"]
     assert reports[0] == reports[1]
     assert reports[0]["rows"] == COUNT - COUNT // 5
 
@@ -102,6 +102,7 @@ def test_the_same_rows_are_chosen_as_of_parquet(model: Path, choice: dict[str, i
     assert without_seconds("in.csv.parquet") == without_seconds("in.parquet.parquet")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ["in.parquet", "in.jsonl", "in.csv"])
 @pytest.mark.parametrize("name", ["o.csv", "o.tsv"])
 def test_a_csv_output_holds_the_values_of_a_parquet_output(model: Path, source: str, name: str) -> None:
@@ -138,7 +139,9 @@ def test_choices_are_lists_of_json_and_the_output_has_such_lists(model: Path) ->
     expected = read_output("a.parquet")
     assert [json.loads(row["scores"]) for row in found] == [row["scores"] for row in expected]
     assert [int(row["prediction"]) for row in found] == [row["prediction"] for row in expected]
-    accuracies = [json.loads(Path(f"{each}.run.json").read_text())["evaluation"]["accuracy"] for each in "ab"]
+    accuracies = [
+        json.loads(Path(f"{each}.run.json").read_text())["evaluations"]["answer"]["accuracy"] for each in "ab"
+    ]
     assert accuracies[0] == accuracies[1]
 
 
@@ -259,6 +262,7 @@ def test_rows_come_through_a_pipe_and_scores_go_through_another(name: str, tmp_p
         assert found == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_file_may_be_the_other_end_of_a_pipe(tmp_path: Path) -> None:
     out, _ = pipe("in.csv", "-o", "-", "--limit", 2, "--report", "r.json").communicate(timeout=120)

@@ -16,10 +16,10 @@ from jevcompat.validate import choice_confidence, score_confidence, validate_suc
 from openai.types import Decision
 from typesafe_sdk import SystemOneResponse
 
-from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, orders_of, text_of, with_answers
 from prefillcli.asking.requests import request_of
 from prefillcli.errors import UsageError
-from prefillcli.options.commands import BenchSettings, MergeSettings, ProfileSettings, ScoreSettings
+from prefillcli.options.commands import BenchSettings, MergeSettings, ProfileSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.merge import merge_job
@@ -150,7 +150,9 @@ def test_random_requests_have_responses_of_their_api(long_model: Path) -> None:
         assert [len(each) for each in shares_of(response)] == sizes
 
 
-def wanted_shares(reference: Reference, body: Body, orders: int = 1, chat: str = "{}" + ANSWER) -> list[list[float]]:
+def wanted_shares(
+    reference: Reference, body: Body, orders: int = 1, chat: str = "{}" + QUESTION_END
+) -> list[list[float]]:
     """The probabilities of each question by transformers' eager forward: the means over the orders of its options."""
     request = request_of(body)
     found = []
@@ -189,7 +191,7 @@ def test_probabilities_are_those_of_the_eager_forward(
 def test_a_document_is_computed_once(model: Path, reference: Reference) -> None:
     body = openai(LATE, KIND, TONE, subject="The quick brown fox saw a dog. " * 20)
     (row,) = answered([body], model)
-    texts = [request_of(body).document + text_of(each) + ANSWER for each in request_of(body).questions]
+    texts = [request_of(body).document + text_of(each) + QUESTION_END for each in request_of(body).questions]
     ids = [reference.ids(text) for text in texts]
     tokens, usage = read_report()["tokens"], body_of(row)["usage"]
     assert tokens["computed"] <= 1.02 * unique_tokens(ids)
@@ -320,7 +322,9 @@ def test_of_a_long_document_the_end_is_cut_and_the_question_stays(model: Path, r
     cuts = [openai(LATE, subject=body["input"][:at]) for at in range(1, 200)]
     size = body_of(row)["usage"]["input_tokens"]
     assert 55 <= size <= 60
-    texts = [cut["input"] + text_of(request_of(cut).questions[0]) + ANSWER for cut in cuts if cut["input"].strip()]
+    texts = [
+        cut["input"] + text_of(request_of(cut).questions[0]) + QUESTION_END for cut in cuts if cut["input"].strip()
+    ]
     same = [cut for cut, text in zip(cuts, texts, strict=True) if len(reference.ids(text)) == size]
     (yes, _), *_ = shares_of(body_of(row))
     assert min(abs(wanted_shares(reference, cut)[0][0] - yes) for cut in same) < TOLERANCE
@@ -334,7 +338,7 @@ def test_of_a_compressed_document_each_question_chooses_its_tokens(
     flags = {"model": model, "draft": draft, "compress_per_row": True, "served_model_name": "judge"}
     assert compressed(write_jsonl("in.jsonl", [body]), output="out.jsonl", **flags)["exit_code"] == 0
     by_hand = ByHand(reference, model, draft)
-    asked = [reference.ids(body["input"] + text_of(each) + ANSWER) for each in request_of(body).questions]
+    asked = [reference.ids(body["input"] + text_of(each) + QUESTION_END) for each in request_of(body).questions]
     kept = [by_hand.kept(ids) for ids in asked]
     assert all(len(own) < len(ids) for own, ids in zip(kept, asked, strict=True))
     wanted = [by_hand.score(ids, own) for ids, own in zip(asked, kept, strict=True)]
@@ -386,14 +390,6 @@ def test_bare_rows_keep_their_ids_and_need_no_model(model: Path) -> None:
     assert body_of(found[0])["model"] == model.name
 
 
-def test_the_option_has_its_earlier_name_too() -> None:
-    Path("job.yaml").write_text("batch_format: openai")
-    given = {"inputs": ["in.jsonl"], "output": "out.jsonl"}
-    by_recipe = load_settings(ScoreSettings, given, recipe="job.yaml", environment={})
-    by_variable = load_settings(ScoreSettings, given, environment={"PREFILL_BATCH_FORMAT": "systemone"})
-    assert (by_recipe.format, by_variable.format) == ("openai", "systemone")
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -404,7 +400,7 @@ def test_the_option_has_its_earlier_name_too() -> None:
         ({"labels": "A,B"}, "--format cannot be combined with --labels"),
         ({"truth": "id"}, "--format cannot be combined with --truth"),
         ({"exit": True}, "--format cannot be combined with --exit"),
-        ({"batch_format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
+        ({"format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
         ({"evidence": True}, "--format cannot be combined with --evidence"),
         ({"draft": "self", "keep": 0.5, "audit": 5}, "--format cannot be combined with --audit"),
         ({"format": "openai", "calibrate_with": "N/A"}, "--format cannot be combined with --calibrate-with"),

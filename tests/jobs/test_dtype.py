@@ -68,6 +68,7 @@ def assert_eager(model: Path, dtype: torch.dtype, tolerance: float) -> None:
         assert row["score"] == pytest.approx(reference.answer(reference.ids(text)).score, abs=tolerance)
 
 
+@pytest.mark.nightly
 def test_a_processor_whose_instructions_are_hidden_computes_in_float32(half: Path, tmp_path: Path) -> None:
     write_parquet("in.parquet", prompt=PROMPTS)
     hidden = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "XDG_CACHE_HOME": str(tmp_path / "cache")}

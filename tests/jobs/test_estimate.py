@@ -10,8 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.errors import UsageError
-from prefillcli.judging import estimate as estimating
-from prefillcli.judging.estimate import Estimating
 from prefillcli.models.files import sample_draft, sample_model
 from tests.jobs import jobs
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
@@ -42,7 +40,7 @@ def in_full(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 def test_a_small_model_narrows_the_shares_of_a_file(data: Path, in_full: list[dict[str, Any]]) -> None:
-    given = {"model": sample_model(), "first": ["words", str(sample_draft())], "max_error_rate": 0.1}
+    given = {"model": sample_model(), "first": str(sample_draft()), "max_error_rate": 0.1}
     assert score(data, "out.jsonl", estimate=150, **given)["exit_code"] == 0
     rows = read_output("out.jsonl")
     assert len(rows) == 150
@@ -71,22 +69,23 @@ def test_without_a_small_model_the_shares_are_those_of_its_rows(data: Path) -> N
     assert [row["row"] for row in read_output("same.jsonl")] == [row["row"] for row in rows]
 
 
+@pytest.mark.parametrize("step", ["prefillcli.rows.output.sink.Sink.finish", "prefillcli.scoring.score.estimate"])
 def test_a_run_that_ended_behind_its_last_row_is_finished_by_the_next(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     given = {"model": sample_model(), "first": sample_draft(), "estimate": 40, "max_error_rate": 0.2}
     score(data, "whole.jsonl", **given)
 
-    def stop(self: Any, job: Any) -> None:
+    def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Estimating, "finished", stop)
+        patched.setattr(step, stop)
         assert score(data, "out.jsonl", **given)["exit_code"] != 0
     assert score(data, "out.jsonl", resume=True, **given)["exit_code"] == 0
     found, wanted = (read_report(f"{name}.run.json")["estimate"] for name in ("out", "whole"))
     assert found["shares"][0]["interval"] == pytest.approx(wanted["shares"][0]["interval"], abs=1e-6)
-    monkeypatch.setattr(estimating, "estimate", stop)
+    monkeypatch.setattr("prefillcli.scoring.score.estimate", stop)
     assert score(data, "out.jsonl", resume=True, **given)["estimate"]["Yes"][0] == found["shares"][0]["share"]
 
 
@@ -96,7 +95,7 @@ ASKED = {"same": ("{{ prompt }}", "Yes,No"), "other": ("{{ prompt }} Yes\nAnswer
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
 def test_each_question_has_the_shares_that_it_has_alone(data: Path, output: str) -> None:
-    given = {"model": sample_model(), "first": ["words", str(sample_draft())], "estimate": 60, "max_error_rate": 0.2}
+    given = {"model": sample_model(), "first": str(sample_draft()), "estimate": 60, "max_error_rate": 0.2}
     entries = [{"name": name, "template": text, "labels": labels.split(",")} for name, (text, labels) in ASKED.items()]
     Path("q.json").write_text(json.dumps({"questions": entries}))
     assert score(data, output, questions="q.json", **given)["exit_code"] == 0

@@ -54,15 +54,15 @@ def evaluated(source: Path, model: Path, output: str = "out.parquet", **more: An
     """The evaluation of a job that came to its end."""
     summary = score(source, output, model=model, truth="truth", max_error_rate=0.5, **more)
     assert summary["exit_code"] == 0, summary
-    found = read_report(summary["report"])["evaluation"]
+    found = read_report(summary["report"])["evaluations"]["answer"]
     line = {"rows": found["rows"], "accuracy": found["accuracy"]["value"], "auc": found["auc"]["value"]}
     rows = {value["label"]: 0 for value in found["truth_values"] if value["label"] is not None}
     for value in found["truth_values"]:
         if value["label"] is not None:
             rows[value["label"]] += value["rows"]
-    commonest = summary["evaluation"].pop("commonest", None)
+    commonest = summary["evaluations"]["answer"].pop("commonest", None)
     assert commonest == (pytest.approx(max(rows.values()) / found["rows"]) if found["rows"] else None)
-    assert summary["evaluation"] == line
+    assert summary["evaluations"]["answer"] == line
     return found
 
 
@@ -275,11 +275,11 @@ def test_merged_shards_are_evaluated_like_one_output(model: Path, monkeypatch: p
     whole = evaluated(source, model, "whole.parquet", **flags)
     for number in (1, 2):
         done = score(source, model=model, truth="truth", max_error_rate=0.5, shard=f"{number}/2", **flags)
-        assert "evaluation" not in done
-        assert read_report(done["report"])["evaluation"] is None
-    assert merge()["evaluation"]["rows"] == whole["rows"]
-    merged = read_report()["evaluation"]
-    for again in (merged, merge() and read_report()["evaluation"]):
+        assert "evaluations" not in done
+        assert read_report(done["report"])["evaluations"] == {}
+    assert merge()["evaluations"]["answer"]["rows"] == whole["rows"]
+    merged = read_report()["evaluations"]["answer"]
+    for again in (merged, merge() and read_report()["evaluations"]["answer"]):
         assert again["confusion"] == whole["confusion"]
         assert again["auc"]["value"] == pytest.approx(whole["auc"]["value"])
         assert again["log_loss"]["value"] == pytest.approx(whole["log_loss"]["value"], abs=1e-5)
@@ -315,7 +315,7 @@ def test_merged_shards_of_several_labels_are_evaluated_calibrated_too(model: Pat
     known = [row for at, row in enumerate(read_output("out.parquet")) if at not in (*BAD, *UNKNOWN)]
     truth = [labels.index(row["truth"]) for row in known]
     probabilities = np.array([[row[f"probability_{label}"] for label in labels] for row in known])
-    calibrated = read_report()["evaluation"]["calibrated"]
+    calibrated = read_report()["evaluations"]["answer"]["calibrated"]
     assert calibrated["accuracy"]["value"] == pytest.approx(accuracy_score(truth, probabilities.argmax(axis=1)))
     assert calibrated["log_loss"]["value"] == pytest.approx(log_loss(truth, probabilities, labels=[0, 1, 2]))
 

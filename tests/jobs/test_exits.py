@@ -23,16 +23,18 @@ from prefillcli.core.scorer import Granularity
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
 from prefillcli.models.files import sample_model
-from prefillcli.options.commands import MergeSettings
+from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.reading.exits import judging as exit_judging
 from prefillcli.reading.exits import learning as exit_learning
-from prefillcli.reading.exits.learning import JobExits
+from prefillcli.reading.exits import proof as exit_proof
+from prefillcli.reading.exits.exits import Exits
 from prefillcli.reading.exits.policy import ExitPolicy
-from prefillcli.rows.output.columns import AuditedExits, Counts
+from prefillcli.reading.exits.report import ExitUse, QuestionExits, provable_flips, provable_text
 from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.output.tallies import AuditedExits, Counts
 from prefillcli.rows.proof import sealed_text
 from prefillcli.tools.merge import merge_job
+from prefillcli.walk.narrow import int8_kernel
 from tests.jobs import jobs
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
 from tests.jobs.models import save_model
@@ -142,18 +144,19 @@ def test_most_rows_leave_and_keep_their_answers(exited: Path, in_full: list[dict
 def test_the_report_says_what_left_where(exited: Path) -> None:
     report, rows = read_report(exited / "out.run.json"), read_output(exited / "out.jsonl")
     exits = report["exits"]
+    own = exits["questions"]["answer"]
     left = [row for row in rows if row["exit_layer"] is not None]
     assert report["methods"]["early-exit"] == len(left)
     assert report["tokens"]["skipped"] > 0
     assert exits["status"] == "calibrated"
-    assert exits["calibration_rows"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in exits["classes"])
+    assert exits["calibration_rows"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in own["classes"])
     assert {int(name) for name in exits["by_layer"] if name != "full"} == {row["exit_layer"] for row in left}
-    assert exits["predicted_gain"] > 1
+    assert own["predicted_gain"] > 1
     assert exits["layers_gain"] > 1
     assert exits["measured_gain"] > 0
-    for each in exits["layers"]:
-        own = sum(row["exit_layer"] == each["layer"] for row in left)
-        assert (each["rows"], each["share"]) == (own, pytest.approx(own / (ROWS - exits["learnt_rows"])))
+    for each in own["layers"]:
+        here = sum(row["exit_layer"] == each["layer"] for row in left)
+        assert (each["rows"], each["share"]) == (here, pytest.approx(here / (ROWS - exits["learnt_rows"])))
     tokens = report["tokens"]
     assert tokens["prompt"] == tokens["kept"] == sum(row["prompt_tokens"] for row in rows)
     assert tokens["unique"] <= tokens["computed"] == sum(row["computed_tokens"] for row in rows)
@@ -169,7 +172,7 @@ def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_m
         "label_values": "3,1,-2",
     }
     assert score(write_jsonl("answered.jsonl", answered), "out.jsonl", model=deep_model, **given)["exit_code"] == 0
-    rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluation"]
+    rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluations"]["answer"]
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 10
     assert found["rows"] == ROWS
     assert found["accuracy"]["value"] == pytest.approx(np.mean([row["prediction"] == "n" for row in rows]))
@@ -183,18 +186,19 @@ def test_a_stopped_job_goes_on_with_the_same_exits(
 ) -> None:
     stop_in_the_third_window(data, deep_model, monkeypatch)
     learnt = Path("out.jsonl.prefill/exits.json").read_bytes()
-    monkeypatch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+    monkeypatch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("they are learnt once"))
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
     profile = json.loads((exited / "out.exit.json").read_text())
     assert json.loads(learnt)["profile"] == {name: profile[name] for name in profile if name != "checksum"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "flags",
     [
         {"workers": 2},
-        {"weights": "stream", "schedule": "srjf", "pack_tokens": 400, "prefix_kv": "discard", "chunk_tokens": 64},
+        {"weights": "stream", "pack_tokens": 400, "prefix_kv": "discard", "chunk_tokens": 64},
     ],
     ids=["workers", "small packs, streamed"],
 )
@@ -218,12 +222,12 @@ def test_audited_rows_are_read_to_the_end_and_say_what_they_would_have_left_with
         assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
         assert row["audit_prediction"] == full["prediction"]
     report = read_report()
-    assert report["audit"]["rows"] == len(audited)
+    assert report["audits"]["answer"]["rows"] == len(audited)
     flips = {
         label: sum(row["prediction"] != label for row, full in audited if full["prediction"] == label)
         for label in NAMES
     }
-    assert {each["label"]: each["flips"] for each in report["exits"]["audited"]} == flips
+    assert {each["label"]: each["flips"] for each in report["exits"]["questions"]["answer"]["audited"]} == flips
 
 
 def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, t
     exits = read_report()["exits"]
     assert (exits["status"], exits["calibration_rows"]) == ("reused", 40)
     learnt = json.loads((exited / "out.exit.json").read_text())
-    assert [each["layer"] - 1 for each in exits["layers"]] == [
+    assert [each["layer"] - 1 for each in exits["questions"]["answer"]["layers"]] == [
         each["layer"] for each in learnt["questions"][0]["exits"]
     ]
     assert sum(row["exit_layer"] is not None for row in read_output("out.parquet")) > 30
@@ -324,7 +328,7 @@ def test_exits_that_drift_has_ended_stay_ended(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "prefillcli.reading.exits.learning.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
+            "prefillcli.reading.exits.exits.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
         )
         stop_in_the_third_window(data, deep_model, monkeypatch, audit=60)
     if learnt == "gone":
@@ -346,7 +350,7 @@ def test_a_run_that_only_writes_the_output_reports_its_exits_too(
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     found, whole = read_report()["exits"], read_report(exited / "out.run.json")["exits"]
     assert found["by_layer"] == whole["by_layer"]
-    assert found["classes"] == whole["classes"]
+    assert found["questions"] == whole["questions"]
 
 
 @pytest.mark.parametrize("flags", [{"exit": True}, {"exit": False, "first": "words"}])
@@ -355,33 +359,52 @@ def test_an_engine_that_has_no_exits_refuses_them(data: Path, deep_model: Path, 
         score(data, model=deep_model, engine="hf", **(EXITS | flags))
 
 
-def job_with(sink: SimpleNamespace) -> Any:
+class Plans(SimpleNamespace):
+    """A sink that keeps its plan in memory."""
+
+    def save_plan(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+
+
+def job_with(sink: Plans) -> Any:
     return SimpleNamespace(sink=sink)
+
+
+def use_of(*questions: str, **more: Any) -> ExitUse:
+    own = {name: QuestionExits(status="calibrated") for name in questions}
+    return ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4, questions=own, **more)
+
+
+def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
+    """The exits of a job that has learnt these."""
+    exits = Exits(ScoreSettings.of({"inputs": ("rows",), "exit": True}))
+    exits.policies, exits.use = policies, use
+    return exits
 
 
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
-    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"": audited}))
-    exits = JobExits({0: ExitPolicy(())}, exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
-    exits.watch(job_with(sink), window=4)
+    sink = Plans(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"answer": audited}))
+    exits = at_work({0: ExitPolicy(())}, use_of("answer"))
+    exits.window_written(job_with(sink), window=4)
     assert not exits.policies
     assert exits.treatment({}, frozenset()) == PLAIN
-    assert sink.plan["exits"]["ended"][""]["stopped_window"] == 5
+    assert sink.plan["exits"]["ended"]["answer"]["stopped_window"] == 5
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flips_of", ["each", "all"])
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
-    use = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
+    use = use_of("answer", flips_of=flips_of)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
-    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
-    exits = JobExits({0: ExitPolicy(())}, use.model_copy())
-    exits.watch(job_with(few), window=4)
+    few = Plans(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
+    exits = at_work({0: ExitPolicy(())}, use.model_copy())
+    exits.window_written(job_with(few), window=4)
     assert (not exits.policies) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
-    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
-    exits = JobExits({0: ExitPolicy(())}, use.model_copy())
-    exits.watch(job_with(many), window=4)
+    many = Plans(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
+    exits = at_work({0: ExitPolicy(())}, use.model_copy())
+    exits.window_written(job_with(many), window=4)
     assert not exits.policies
     assert ("80 of 380 audited rows have flipped" in (exits.use.reason or "")) == (flips_of == "all")
 
@@ -394,14 +417,14 @@ def test_the_flips_of_all_rows_are_bounded_together(
     assert "50. Without a flip, that many prove at most 5.82% flips" in capsys.readouterr().err
     rows, exits = read_output("out.jsonl"), read_report()["exits"]
     assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("calibrated", "all", 50)
-    assert [(each["label"], each["judged"]) for each in exits["classes"]] == [("all rows", 50)]
-    assert set(exits["layers"][0]["thresholds"]) == set(NAMES)
+    assert [(each["label"], each["judged"]) for each in exits["questions"]["answer"]["classes"]] == [("all rows", 50)]
+    assert set(exits["questions"]["answer"]["layers"][0]["thresholds"]) == set(NAMES)
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 4
     flips = sum(row["prediction"] != full["prediction"] for row, full in zip(rows, in_full, strict=True))
     assert flips <= FLIPS * ROWS
     given = {"exit_profile": "out.exit.json", "exit_rows": 40}
     refused = score(data, "again.jsonl", model=deep_model, **(EXITS | given))
-    assert (refused["exit_code"], "learnt with --flips-of all, not each" in refused["error"]) == (2, True)
+    assert (refused["exit_code"], "learnt with flips_of=all, not each" in refused["error"]) == (2, True)
     again = score(data, "again.jsonl", model=deep_model, **(flags | given))
     assert again["status"] == "complete"
     assert read_report("again.run.json")["exits"]["status"] == "reused"
@@ -442,7 +465,7 @@ def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: 
     assert merge_job(load_settings(MergeSettings, {"output": "out.jsonl"}, environment={}))["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output("whole.jsonl"))
     merged, whole = read_report()["exits"], read_report("whole.run.json")["exits"]
-    for name in ("status", "max_flips", "classes", "layers", "by_layer"):
+    for name in ("status", "max_flips", "questions", "by_layer"):
         assert merged[name] == whole[name]
     assert score(data, "whole.jsonl", model=deep_model, resume=True, **flags)["status"] == "complete"
     assert read_report("whole.run.json")["exits"]["by_layer"] == whole["by_layer"]
@@ -455,7 +478,9 @@ def test_where_layers_do_not_know_the_answer_no_row_leaves(monkeypatch: pytest.M
     flags = {"limit": 500, "exit": True, "max_flips": 0.05, "exit_rows": 250}
     assert score(rows, model=sample_model(), **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    assert min(each["judged"] for each in exits["classes"]) >= 59  # as many as prove 5 % without a flip
+    assert (
+        min(each["judged"] for each in exits["questions"]["answer"]["classes"]) >= 59
+    )  # as many as prove 5 % without a flip
     assert exits["status"] == "none"
     assert "no exit would save work" in exits["reason"]
     assert {row["method"] for row in read_output("out.parquet")} == {"full"}
@@ -465,10 +490,10 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.2}
     assert score(data, model=deep_model, **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    asked = exit_judging.rows_to_learn(0.2, classes=2)
+    asked = exit_proof.rows_to_learn(0.2, classes=2)
     assert asked < exits["calibration_rows"] <= ROWS / 2
     # With one flip, 20 % take 22 judged rows of an answer.
-    assert min(each["judged"] for each in exits["classes"]) >= 22
+    assert min(each["judged"] for each in exits["questions"]["answer"]["classes"]) >= 22
 
 
 @pytest.mark.parametrize(
@@ -482,7 +507,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     ],
 )
 def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, rows: int) -> None:
-    assert exit_judging.rows_for_rarest(np.array(counts), 0.01, most) == rows
+    assert exit_proof.rows_for_rarest(np.array(counts), 0.01, most) == rows
 
 
 def test_a_job_says_before_it_learns_what_its_rows_can_prove(
@@ -509,12 +534,12 @@ def test_a_job_says_before_it_learns_what_its_rows_can_prove(
 
 
 def test_no_row_can_prove_nothing_and_enough_rows_are_enough() -> None:
-    nothing = exit_learning.provable_flips(0, 0.01, 2)
+    nothing = provable_flips(0, 0.01, 2)
     assert (nothing.judged, nothing.max_flips) == (0, 1.0)
-    assert exit_learning.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
-    enough = exit_learning.provable_flips(1196, 0.01, 2)
-    assert enough.max_flips <= 0.01 < exit_learning.provable_flips(1195, 0.01, 2).max_flips
-    assert exit_learning.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
+    assert provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
+    enough = provable_flips(1196, 0.01, 2)
+    assert enough.max_flips <= 0.01 < provable_flips(1195, 0.01, 2).max_flips
+    assert provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
 
 
 def test_rows_with_longer_labels_leave_by_the_first_tokens_that_differ(deep_model: Path) -> None:
@@ -614,8 +639,8 @@ def assert_same_answers(rows: list[dict[str, Any]], others: list[dict[str, Any]]
             assert row[name] == (pytest.approx(other[name], abs=1e-5) if name != "dog" else other[name])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("flags", [{"workers": 2}, {"schedule": "srjf", "pack_tokens": 400, "chunk_tokens": 64}])
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"pack_tokens": 400, "chunk_tokens": 64}])
 def test_how_several_questions_are_computed_changes_no_exit(
     several: Path, data: Path, deep_model: Path, flags: dict[str, Any]
 ) -> None:
@@ -624,6 +649,7 @@ def test_how_several_questions_are_computed_changes_no_exit(
     assert_same_answers(read_output("out.jsonl"), read_output(several / "out.jsonl"))
 
 
+@pytest.mark.nightly
 def test_a_stopped_job_with_several_questions_goes_on_and_another_night_takes_its_profile(
     several: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,7 +658,7 @@ def test_a_stopped_job_with_several_questions_goes_on_and_another_night_takes_it
         patch.setattr(Sink, "finish", interrupted)
         assert score(data, "out.jsonl", model=deep_model, audit=60, **given)["status"] != "complete"
     with monkeypatch.context() as patch:
-        patch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+        patch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("they are learnt once"))
         assert score(data, "out.jsonl", model=deep_model, audit=60, resume=True, **given)["status"] == "complete"
     assert_same_answers(read_output("out.jsonl"), read_output(several / "out.jsonl"))
     night = given | {"exit_profile": several / "out.exit.json", "exit_rows": 40}
@@ -675,17 +701,15 @@ def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_m
 
 def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"calm": {"t": AuditedExits(200, 150, 2)}, "wild": {"t": AuditedExits(90, 80, 40)}}
-    sink = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    own = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4)
-    use = own.model_copy(update={"questions": {"calm": own, "wild": own}})
-    exits = JobExits({0: ExitPolicy(()), 1: ExitPolicy(())}, use)
-    exits.watch(job_with(sink), window=4)
+    sink = Plans(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    exits = at_work({0: ExitPolicy(()), 1: ExitPolicy(())}, use_of("calm", "wild"))
+    exits.window_written(job_with(sink), window=4)
     assert list(exits.policies) == [0]
     assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("calibrated", 5)
     assert "--exit: question wild: 40 of 90" in capsys.readouterr().err
     sink.counts.audited_exits = {"calm": audited["wild"]}
     exits.use.questions["wild"].status = "none"
-    exits.watch(job_with(sink), window=5)
+    exits.window_written(job_with(sink), window=5)
     assert not exits.policies
     assert (exits.use.status, exits.use.stopped_window) == ("stopped", 6)
     assert exits.use.reason == "no question has any left"
@@ -748,8 +772,8 @@ def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_f
     assert (first["rows"], report["methods"]["first"]) == (len(decided), len(decided))
     assert exits["by_layer"]["0"]["rows"] == len(decided)
     assert first["cost"] > 0
-    assert [each["layer"] for each in exits["layers"]] == [0]
-    assert sum(each["left"] for each in exits["audited"]) == len(decided) - len(unread)
+    assert [each["layer"] for each in exits["questions"]["answer"]["layers"]] == [0]
+    assert sum(each["left"] for each in exits["questions"]["answer"]["audited"]) == len(decided) - len(unread)
     assert report["tokens"]["draft"] > 0
 
 
@@ -837,7 +861,7 @@ def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_pr
     given = {"first": shallow_model, "audit": 60, "exit": False}
     stop_in_the_third_window(data, deep_model, monkeypatch, **given)
     with monkeypatch.context() as patch:
-        patch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+        patch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("they are learnt once"))
         resumed = score(data, "out.jsonl", model=deep_model, resume=True, **EXITS | given)
     assert resumed["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(cascaded / "out.jsonl"))
@@ -845,7 +869,7 @@ def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_pr
     assert score(data, "again.jsonl", model=deep_model, **EXITS | profile)["status"] == "complete"
     assert read_report("again.run.json")["exits"]["status"] == "reused"
     assert sum(row["method"] == "first" for row in read_output("again.jsonl")) > ROWS / 4
-    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": (), "exit": True})
+    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": None, "exit": True})
     assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
 
 
@@ -868,24 +892,26 @@ def test_rows_that_are_too_long_for_the_first_model_go_to_the_model(tmp_path: Pa
     assert all(row["prompt_tokens"] > 60 for row, _ in pairs[-64:])
 
 
-def test_several_first_models_read_in_turn(
-    data: Path, deep_model: Path, shallow_model: Path, tmp_path: Path, in_full: list[Any]
+@pytest.mark.skipif(int8_kernel() is None, reason="no kernel here: torch's products in int8 take minutes")
+def test_the_model_in_int8_reads_what_the_first_model_leaves(
+    data: Path, deep_model: Path, tmp_path: Path, in_full: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 0.4)  # a processor that is made for int8
     other = save_model(tmp_path / "other", layers=2, seed=11)  # knows nothing, so it is not asked
-    given = {"model": deep_model, "first": (str(other), "words", str(shallow_model)), "audit": 60, **FIRST}
+    given = {"model": deep_model, "first": str(other), "compute": "int8", "audit": 60, **FIRST}
     assert score(data, "out.jsonl", **given)["status"] == "complete"
     rows, exits = read_output("out.jsonl"), read_report("out.run.json")["exits"]
-    blind, words, shallow = exits["first"]
-    assert [each["layer"] for each in exits["first"]] == [-2, -1, 0]
-    assert (words["model"], words["read_tokens"], blind["rows"], blind["read_rows"]) == ("words", 0, 0, 0)
-    assert shallow["rows"] == sum(row["exit_layer"] == 0 for row in rows) > ROWS / 8
+    blind, narrow = exits["first"]
+    assert [each["layer"] for each in exits["first"]] == [-1, 0]
+    assert (narrow["model"], blind["rows"], blind["read_rows"]) == ("int8", 0, 0)
+    assert narrow["rows"] == sum(row["exit_layer"] == 0 for row in rows) > ROWS / 8
     for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
     again = given | {"exit_profile": "out.exit.json", "exit_rows": 40}
     assert score(data, "again.jsonl", **again)["status"] == "complete"
     assert {row["exit_layer"] for row in read_output("again.jsonl")} >= {0}
-    turned = score(data, "turned.jsonl", **again | {"first": ("words", str(shallow_model), str(other))})
+    turned = score(data, "turned.jsonl", **again | {"compute": None})
     assert (turned["exit_code"], "different prompt settings" in turned["error"]) == (2, True)
 
 
@@ -940,7 +966,6 @@ def test_recall_and_precision_of_the_first_label_hold(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"first": ("words", "words")}, "--recall cannot be combined with a second --first"),
         ({"labels": "n,t,o"}, "--recall: a row that does not have the first label must have the other one"),
     ],
 )

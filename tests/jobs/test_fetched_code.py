@@ -57,6 +57,7 @@ def run(asked: Path, imports: str, *words: str) -> str:
     return done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), pytest.param(("--workers", "2"), marks=pytest.mark.nightly)])
 def test_a_command_neither_looks_for_code_to_fetch_nor_speaks_of_it(asked: Path, flags: tuple[str, ...]) -> None:

@@ -200,6 +200,7 @@ def fast_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda form, *_: 0.4)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(int8_kernel() is None, reason="no kernel here: torch's products in int8 take minutes")
 def test_the_model_in_int8_decides_rows_that_keep_their_answers(
     data: Path, large: Path, in_full: list[dict[str, Any]]

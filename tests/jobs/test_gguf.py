@@ -112,6 +112,7 @@ EXPERTS35 = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_spec("transformers.integrations.gguf") is None, reason="an older transformers")
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
@@ -500,7 +501,7 @@ def open_for_vllm(file: Path) -> Any:
 
     given = {"inputs": ["in.parquet"], "model": str(file), "engine": "vllm", "dtype": "float32"}
     settings = load_settings(ScoreSettings, given, environment={})
-    return LoadRequest(open_models(settings), settings, {"kv_cache_memory_bytes": 1 << 20})
+    return LoadRequest(open_models(settings), settings.packs, {"kv_cache_memory_bytes": 1 << 20})
 
 
 def test_vllm_is_handed_a_folder_of_safetensors(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

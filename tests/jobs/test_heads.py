@@ -304,12 +304,12 @@ def test_right_answers_may_be_names_or_numbers_of_classes(graded: Path, binary: 
     for truth in (best, [CLASSES.index(name) for name in best]):
         source = write_parquet("in.parquet", prompt=prompts, answer=pa.array(truth))
         score(source, model=graded, truth="answer", overwrite=True)
-        assert read_report()["evaluation"]["accuracy"]["value"] == 1.0
+        assert read_report()["evaluations"]["answer"]["accuracy"]["value"] == 1.0
     positive = [row["score"] >= 0.5 for row in _scored(binary, prompts)]
     source = write_parquet("in.parquet", prompt=prompts, answer=[int(each) for each in positive])
     for labels in ("LABEL_1,LABEL_0", "LABEL_0,LABEL_1"):  # 1 is LABEL_1, whichever is the positive one
         score(source, model=binary, truth="answer", labels=labels, overwrite=True)
-        assert read_report()["evaluation"]["accuracy"]["value"] == 1.0
+        assert read_report()["evaluations"]["answer"]["accuracy"]["value"] == 1.0
 
 
 def _scored(model: Path, prompts: Sequence[str], **flags: Any) -> list[dict[str, Any]]:
@@ -339,7 +339,7 @@ def evaluated(model: Path, prompts: Sequence[str], answers: Sequence[Any], **fla
     source = write_parquet("in.parquet", prompt=prompts, answer=pa.array(answers))
     summary = score(source, model=model, head="value", truth="answer", overwrite=True, **flags)
     assert summary["exit_code"] == 0, summary
-    return read_report()["evaluation"]
+    return read_report()["evaluations"]["answer"]
 
 
 def test_values_are_evaluated_by_how_they_rank_the_rows(reward: Path, graded: Path) -> None:

@@ -86,7 +86,7 @@ def test_scores_do_not_depend_on_packs_memory_or_workers(hybrid: Path) -> None:
     others: list[dict[str, Any]] = [
         {"pack_tokens": 200, "prefix_kv": "discard"},
         {"pack_tokens": 200, "prefix_kv": "offload"},
-        {"pack_tokens": 200, "schedule": "fifo"},
+        {"pack_tokens": 200},
         {"pack_tokens": 200, "workers": 2},
         {"pack_tokens": 200, "weights": "stream"},
     ]

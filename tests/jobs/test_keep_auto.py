@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from prefillcli.reading.compress import compressor
 from prefillcli.reading.compress.compressor import RATES
-from prefillcli.stats.evaluation import flip_bound
+from prefillcli.stats.flips import flip_bound
 from tests.jobs.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.jobs.jobs import Reference, beside_answers, read_output, read_report, write_jsonl
 from tests.jobs.models import save_model
@@ -69,7 +69,7 @@ def test_a_rate_is_taken_only_if_it_and_all_larger_ones_pass(model: Path, draft:
     assert [trial["keep"] for trial in trials] == list(RATES[: len(trials)])
     for trial in trials:
         compressed(source, "fixed.parquet", model=model, draft=draft, keep=trial["keep"], audit=1000)
-        audit = read_report("fixed.run.json")["audit"]
+        audit = read_report("fixed.run.json")["audits"]["answer"]
         assert (trial["rows"], trial["flips"]) == (audit["rows"], audit["flips"])
         assert trial["bound"] == pytest.approx(flip_bound(audit["flips"], audit["rows"]))
     assert all(trial["bound"] <= allowed for trial in trials[:-1])

@@ -8,63 +8,17 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
 import prefillcli
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath
-from prefillcli.prompts.questions import Question
+from prefillcli.options.keywords import FileOptions, ScorerOptions
 
 ROOT = Path(__file__).parents[2]
 OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
-# Types that are wider, or narrower, than what the command line's texts become
-OWN_TYPES: dict[str, Any] = {
-    "template": StrPath | None,
-    "questions": StrPath | Sequence[Question | Mapping[str, Any]] | None,
-    "options": str | Sequence[str],
-    "levels": str | Sequence[str],
-    "draft": StrPath | None,
-    "adapter": StrPath | Sequence[str] | Mapping[str, StrPath],
-    "calibration": StrPath | None,
-    "calibrate_with": str | Sequence[str],
-    "calibrate_columns": str | Sequence[str],
-    "labels": str | Sequence[str],
-    "label_values": str | Sequence[float],
-    "keep_columns": str | Sequence[str],
-    "served_model_name": str | Sequence[str],
-    "schedule": str,
-    "engine_options": Mapping[str, Any],
-    "chat_option": Mapping[str, Any],
-    "keep": float,
-    "memory": str | int | None,
-    "weights_memory": str | int | None,
-    "max_row_bytes": str | int | None,
-}
-
-
-def plain(annotation: Any) -> Any:
-    """A type without what validates it."""
-    if get_origin(annotation) is Annotated:
-        return plain(get_args(annotation)[0])
-    if get_origin(annotation) is Literal or not get_args(annotation):
-        return annotation
-    if get_origin(annotation) not in (Union, UnionType):
-        return annotation
-    first, *others = map(plain, get_args(annotation))
-    for each in others:
-        first = first | each
-    return first
-
-
-@pytest.mark.parametrize("name", [*OF_SCORER, *OF_FILES])
-def test_types_are_those_of_the_settings(name: str) -> None:
-    hint = get_type_hints(ScoreOptions)[name]
-    assert hint == OWN_TYPES.get(name, plain(ScoreSettings.model_fields[name].annotation))
 
 
 def test_signatures_list_the_options_with_their_defaults() -> None:
@@ -76,14 +30,14 @@ def test_signatures_list_the_options_with_their_defaults() -> None:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
         assert set(parameters) == own | set(options)
         for name in options:
-            assert parameters[name].default == ScoreSettings.model_fields[name].default
+            assert parameters[name].default == ScoreSettings.options()[name].default
         explained = pydoc.plain(pydoc.render_doc(function.__init__ if function is prefillcli.Scorer else function))
         told = dict(re.findall(r"^ +(\w+): (\w+)", explained, re.MULTILINE))
         for name in options:
-            assert (ScoreSettings.model_fields[name].description or "").startswith(told[name])
+            assert (ScoreSettings.options()[name].description or "").startswith(told[name])
 
 
-@pytest.mark.parametrize("name", sorted({*ScoreSettings.model_fields} - {*OF_SCORER, *OF_FILES, "model"}))
+@pytest.mark.parametrize("name", sorted({*ScoreSettings.options()} - {*OF_SCORER, *OF_FILES, "model"}))
 def test_an_option_of_jobs_is_refused(name: str) -> None:
     for call in (prefillcli.Scorer, lambda model, **options: prefillcli.score(["x"], model, **options)):
         owner = "Scorer" if call is prefillcli.Scorer else r"score\(\)"
@@ -129,11 +83,12 @@ strict = True
 [mypy-prefillcli.*,pyarrow.*]
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-prefillcli,prefillcli.library.session,prefillcli.library.session,prefillcli.options.load,prefillcli.errors]
+[mypy-prefillcli,prefillcli.library.session,prefillcli.options.keywords,prefillcli.options.load,prefillcli.errors]
 follow_imports = silent
 """
 
 
+@pytest.mark.nightly
 def test_a_users_script_is_checked_by_mypy(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)

@@ -101,6 +101,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "engine"), [*((kind, "torch") for kind in KINDS), ("labels", "hf"), ("target", "hf")]
 )

@@ -47,7 +47,7 @@ def test_a_draft_that_costs_as_much_as_the_model_is_named(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"compress_above": 450}, "its 450 tokens are not more than --compress-above 450"),
+        ({"compress_above": 450}, "its 450 tokens are not more than compress_above 450"),
         ({"compress_above": 0, "keep_last": 440}, "the chosen tokens, the first and last ones"),
         ({"compress_above": 0, "keep_last": 500}, "of its 450 tokens the first 4 and last 500 stay anyway"),
     ],

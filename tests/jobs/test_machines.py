@@ -263,7 +263,7 @@ def test_a_user_who_is_not_root_on_a_read_only_root_scores(model: Path, tmp_path
     if subprocess.run(["unshare", "-m", "unshare", "-U", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("name spaces need root")
     script = ["mount --make-rprivate /", "mount -t tmpfs tmpfs writable", "cp in.parquet writable/"]
-    script += ["chmod 777 writable", "mount -o remount,ro,bind /", "cd writable", "! touch ../proof 2>/dev/null"]
+    script += ["chmod 777 writable", "mount -o remount,ro,bind /", "cd writable", "! touch /proof 2>/dev/null"]
     line = [*SCORE, "in.parquet", "-m", str(model), "-o", "out.parquet"]
     command = " && ".join([*script, shlex.join(["unshare", "-U", *line]), "cat out.run.json >&2"])
     ended = subprocess.run(

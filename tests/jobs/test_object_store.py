@@ -206,7 +206,7 @@ def test_of_two_jobs_at_one_time_one_wins(
     ("output", "last_step"),
     [
         ("o.parquet", Hold("prefillcli.rows.output.store:exclusive_put", ending="put_file")),
-        ("o/", Hold("prefillcli.rows.output.sink:_InPlace.publish")),
+        ("o/", Hold("prefillcli.rows.output.publication:_InPlace.publish")),
     ],
 )
 def test_of_two_jobs_the_first_to_publish_wins_where_somebody_deleted_a_lock(

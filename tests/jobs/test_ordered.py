@@ -116,9 +116,9 @@ def test_means_are_held_against_right_numbers(
         rows = zip(texts(ROWS), typed, strict=True)
         source = write_jsonl("in.jsonl", [{"prompt": text, "truth": answer} for text, answer in rows])
     done = score(source, output, model=model, truth="truth", quiet=False, **ORDERED)
-    found = read_report()["evaluation"]
+    found = read_report()["evaluations"]["answer"]
     assert_equals_scipy(found, read_output(output))
-    assert done["evaluation"]["mean_error"] == found["ordered"]["mean"]["mean_error"]["value"]
+    assert done["evaluations"]["answer"]["mean_error"] == found["ordered"]["mean"]["mean_error"]["value"]
     assert "mean, as a number rank correlation" in " ".join(capsys.readouterr().err.split())
     assert "<h3>Labels as numbers</h3>" in Path("out.run.html").read_text()
 
@@ -126,7 +126,7 @@ def test_means_are_held_against_right_numbers(
 def test_right_numbers_that_are_no_labels_are_enough(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_parquet("in.parquet", prompt=texts(ROWS), truth=[at % 7 + 0.5 for at in range(ROWS)])
     assert score(source, model=model, truth="truth", **ORDERED)["exit_code"] == 0
-    found = read_report()["evaluation"]
+    found = read_report()["evaluations"]["answer"]
     assert (found["rows"], found["without_truth"], found["ordered"]["rows"]) == (0, ROWS, ROWS)
     assert score(source, model=model, truth="truth", labels=ORDERED["labels"], overwrite=True)["exit_code"] == 2
     assert "none of its values is a label" in capsys.readouterr().err

@@ -145,10 +145,10 @@ def test_a_value_that_is_no_number_is_an_error_of_its_line(cross: Path, monkeypa
 def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: Path) -> None:
     classifier = save_model(tmp_path / "classifier", classifies=True, num_labels=2)
     lines = write_jsonl("batch.jsonl", LINES[:1])
-    flags = {"batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
+    flags = {"format": "openai", "served_model_name": "fox", "max_error_rate": 1}
     assert score(lines, "out.jsonl", model=model, **flags)["exit_code"] == 1  # no row was scored
     (row,) = read_output("out.jsonl")
     assert "a model whose files show that it reads pairs" in row["error"]["message"]
-    with_format = score("batch.jsonl", model=classifier, batch_format="openai", output="other.jsonl")
+    with_format = score("batch.jsonl", model=classifier, format="openai", output="other.jsonl")
     assert "do not show how a pair of texts becomes its prompt" in with_format["error"]
     assert "give --format openai" in score("batch.jsonl", model=cross)["error"]

@@ -204,7 +204,7 @@ def test_a_file_of_another_kind_is_not_replaced(name: str) -> None:
         shutil.copy(foreign, name)
         said = refusal(command, **given)
         assert "a file is there that is not" in said
-        if "overwrite" in COMMANDS[command].model_fields:
+        if "overwrite" in COMMANDS[command].options():
             require_apart(settings_of(command, **given, overwrite=True))
     for nothing in ("", None):
         Path(name).unlink()
@@ -363,10 +363,10 @@ def test_a_recipe_has_an_end(path: str) -> None:
 
 def test_a_recipe_and_a_template_may_come_from_a_pipe() -> None:
     with written_by(lambda pipe: os.write(pipe, b"temperature: 2.0\n")) as recipe:
-        assert settings_of("score", recipe, inputs=["in.parquet"]).model_dump()["temperature"] == 2.0
+        assert settings_of("score", recipe, inputs=["in.parquet"]).value("temperature") == 2.0
     with written_by(lambda pipe: os.write(pipe, b"{{ prompt }}")) as template:
         assert score("in.parquet", "out.parquet", **flags(template=template))["exit_code"] == 0
-    assert settings_of("score", os.devnull, inputs=["in.parquet"]).model_fields_set == {"inputs"}
+    assert settings_of("score", os.devnull, inputs=["in.parquet"]).given == {"inputs"}
 
 
 @contextmanager

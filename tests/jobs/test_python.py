@@ -422,7 +422,7 @@ def test_closing_frees_the_weights_and_ends_the_thread(model: Path, draft: Path)
     scorer = prefillcli.Scorer(model, draft=draft, keep=0.5, template="{{ prompt }} Answer:")
     assert scorer._tables is not None
     scorer.score(PROMPTS)
-    held = [weakref.ref(each) for each in scorer._tables._scorer.pool.engine.walk.model.parameters()]
+    held = [weakref.ref(each) for each in scorer._tables._models.pool.engine.walk.model.parameters()]
     assert held
     gc.disable()  # what is left in cycles does not go by itself
     try:
@@ -440,7 +440,7 @@ def test_closing_frees_the_weights_and_ends_the_thread(model: Path, draft: Path)
 def test_a_scorer_that_is_forgotten_goes_too(model: Path) -> None:
     scorer = prefillcli.Scorer(model)
     assert scorer._tables is not None
-    held = weakref.ref(scorer._tables._scorer.pool.engine.walk.model)
+    held = weakref.ref(scorer._tables._models.pool.engine.walk.model)
     (thread,) = [each for each in threading.enumerate() if each.name.startswith("prefill-scorer")][-1:]
     del scorer
     gc.collect()
@@ -568,7 +568,7 @@ def test_an_actor_plans_with_its_share_of_the_memory(model: Path, monkeypatch: p
         monkeypatch.setattr("prefillcli.scoring.runners.worker.memory_share", lambda device: share)
         with prefillcli.Scorer(model) as scorer:
             assert scorer._tables is not None
-            return scorer._tables._scorer.pool.engine.limits.max_tokens
+            return scorer._tables._models.pool.engine.limits.max_tokens
 
     assert longest(0.25) < 0.5 * longest(1.0)
 

@@ -19,7 +19,8 @@ from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
 from prefillcli.scoring import loop
 from prefillcli.scoring.loop import Finished, FollowUpWork
@@ -99,7 +100,7 @@ def assert_answered(rows: list[dict[str, Any]], eager: Eager) -> None:
     assert 0 < held < len(rows), "the condition must choose some rows, and leave others out"
 
 
-@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"pack_tokens": 64, "schedule": "fifo"}])
+@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"pack_tokens": 64}])
 def test_each_question_gets_the_answer_of_the_eager_forward(model: Path, eager: Eager, flags: dict[str, Any]) -> None:
     assert score(make_input(), model=model, questions="q.yaml", **flags)["exit_code"] == 0
     assert_answered(read_output("out.parquet"), eager)
@@ -146,21 +147,7 @@ APART_ASKED = {
 }
 
 
-def as_columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of each question about a row of the input as one row with columns for each question."""
-    found: dict[str, Any] = {}
-    for own in rows:
-        name, shares = own["question"], own["probabilities"]
-        found |= {name: own["answer" if own["type"] == "choice" else "value"], f"{name}.label_mass": own["label_mass"]}
-        if own["type"] != "predicate":
-            found[f"{name}.probabilities"] = shares and dict(zip(own["labels"], shares, strict=True))
-            found[f"{name}.confidence"] = own["confidence"]
-        elif shares is not None:
-            assert shares == [own["value"], 1 - own["value"]]
-    return found
-
-
-@pytest.mark.parametrize("flags", [{}, {"workers": 2}, {"pack_tokens": 64, "questions_as": "rows"}, {"engine": "hf"}])
+@pytest.mark.parametrize("flags", [{}, {"workers": 2}, {"pack_tokens": 64}, {"engine": "hf"}])
 def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
     model: Path, eager: Eager, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,8 +158,6 @@ def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
     Path("q.yaml").write_text(APART)
     assert score(source, model=model, questions="q.yaml", **flags)["exit_code"] == 0
     rows = read_output("out.parquet")
-    if "questions_as" in flags:
-        rows = [as_columns(rows[at : at + 3]) for at in range(0, len(rows), 3)]
     read = []
     for at, row in enumerate(rows):
         own = {"text": TEXTS[at], "kind": "fable" if at % 3 else "news"}
@@ -188,8 +173,7 @@ def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
         read.append(eager.ids(f"{own['text']} {own['kind']}.\nAnswer:"))
     assert 0 < sum(row["kind"] is not None for row in rows) < len(rows)
     tokens = read_report()["tokens"]
-    if "questions_as" not in flags:
-        assert tokens["prompt"] == sum(row["prompt_tokens"] for row in rows)
+    assert tokens["prompt"] == sum(row["prompt_tokens"] for row in rows)
     if not flags:
         assert tokens["follow_up"] > 0
         assert tokens["computed"] <= 1.02 * unique_tokens(read)
@@ -207,10 +191,10 @@ def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
         )
         for row in (3, 4)
     ]
-    schema = OutputSchema(labels=("a", "b"))
+    schema = OutputSchema(questions=(AnswerColumns(labels=("a", "b")),))
     further, limits = FurtherQuestions(RowSelection(schema), [Asker()]), Limits(100, 100)
     window = Window(0, np.array([3, 4]), [], {}, pa.table({}))
-    work = FollowUpWork(window, rows, further, limits, "prefix-tree")
+    work = FollowUpWork(window, rows, further, limits)
     error = RowError(ErrorCode.EXCEEDS_MEMORY, "why")
     assert work.fail(1, error) == Finished(errors={3: error})
     assert work.fail(2, error) == Finished()
@@ -374,9 +358,8 @@ def test_a_scorer_asks_all_questions(model: Path, eager: Eager) -> None:
 
 
 @pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
-@pytest.mark.parametrize("form", ["columns", "rows"])
 def test_error_rows_alone_are_asked_again(
-    model: Path, eager: Eager, output: str, form: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, eager: Eager, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, fitting = make_input(), loop._fitting
 
@@ -385,7 +368,7 @@ def test_error_rows_alone_are_asked_again(
         lost = {each.prompt.row for each in requests} & {2, 11}
         return kept, errors | {row: RowError(ErrorCode.EXCEEDS_MEMORY, "for now") for row in lost}, failed
 
-    flags = {"questions": "q.yaml", "questions_as": form, "max_error_rate": 0.1}
+    flags = {"questions": "q.yaml", "max_error_rate": 0.1}
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_fitting", fit)
         assert score(source, output, model=model, **flags)["rows"]["errors"] == 2
@@ -395,5 +378,15 @@ def test_error_rows_alone_are_asked_again(
     after = read_output(output)
     kept = [(own, old) for own, old in zip(after, before, strict=True) if old["error"] is None]
     assert [own for own, _ in kept] == [old for _, old in kept]
-    assert_answered(after if form == "columns" else [as_columns(after[at : at + 3]) for at in range(0, 90, 3)], eager)
+    assert_answered(after, eager)
     assert verify_job(output, [str(source)], quiet=True)["exit_code"] == 0
+
+
+@pytest.mark.parametrize("name", ["score", "prediction", "fox", "fox.score", "tone.probabilities"])
+def test_a_kept_column_cannot_have_the_name_of_an_answer(
+    model: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source = make_input()
+    pq.write_table(pq.read_table(source).append_column(name, pa.array([1] * len(TEXTS))), source)
+    assert score(source, model=model, questions="q.yaml", keep_columns=name)["exit_code"] == 2
+    assert f"the output has a column {name} already" in capsys.readouterr().err

@@ -68,9 +68,8 @@ def test_each_question_has_its_own_tokens_and_its_own_flips(
             assert row["tone.audit_prediction"] == ("quick", "brown", "very quick")[int(means.argmax())]
     assert rows[3]["fox.audit_score"] is None
     assert sum(row["fox.audit_score"] is not None for row in rows) == AUDIT
-    assert [each["question"] for each in report["audits"]] == ["fox", "tone"]
-    for each in report["audits"]:
-        name, audit = each["question"], each["audit"]
+    assert list(report["audits"]) == ["fox", "tone"]
+    for name, audit in report["audits"].items():
         audited = [row for row in rows if row[f"{name}.audit_score"] is not None]
         flips = sum(likeliest(row, name, LABELS[name]) != row[f"{name}.audit_prediction"] for row in audited)
         assert (audit["rows"], audit["flips"]) == (len(audited), flips)
@@ -79,5 +78,4 @@ def test_each_question_has_its_own_tokens_and_its_own_flips(
         assert audit["max_difference"] == pytest.approx(largest)
         assert largest > 1e-3, "reading less must change an answer, or nothing is tested"
         assert audit["rows"] > 3
-    assert report["audit"] == report["audits"][0]["audit"]
     assert "audit of tone" in Path("out.run.html").read_text()

@@ -39,6 +39,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"rationale_when": "fox > 0.3", "rationale_limit": 20}])
 def test_each_question_has_its_own_evidence(
     rows: list[dict[str, Any]], model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -83,6 +84,7 @@ def test_both_orders_have_no_evidence(
     assert "swap" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"workers": 2, "evidence": True}, {"engine": "hf"}, {"pack_tokens": 128}])
 def test_a_text_is_written_behind_the_answer_to_each_question(
     rows: list[dict[str, Any]], model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -58,9 +58,9 @@ def test_a_condition_or_template_that_cannot_be_is_refused_before_anything_loads
     assert not Path("out.parquet").exists()
 
 
-def test_a_syntax_error_is_told_before_the_input_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_syntax_error_is_told_before_a_model_is_looked_for(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ({"rationale_when": "score >"}, {"rationale_template": "{{ no }}"}):
-        summary = score("missing.parquet", rationale=8, **flags)
+        summary = score(source, model="missing", rationale=8, **flags)
         assert_refused(summary, capsys.readouterr().err, "--rationale-")
 
 
@@ -83,9 +83,9 @@ def test_columns_of_json_lines_are_of_no_known_kind(model: Path, capsys: pytest.
     [
         ({"rationale": 8, "speculation": "draft"}, "--speculation draft needs --draft"),
         ({"rationale": 8, "speculation": "hierarchy", "draft": "self", "keep": 0.5}, "needs --draft"),
-        ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'suffix', 'retrieval', 'draft' or"),
+        ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'retrieval', 'draft' or"),
         ({"rationale": 8, "engine": "hf", "speculation": "retrieval"}, "the hf engine has no speculation"),
-        ({"rationale": 8, "engine": "vllm", "speculation": "suffix"}, "speculative_config"),
+        ({"rationale": 8, "engine": "vllm", "speculation": "retrieval"}, "speculative_config"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

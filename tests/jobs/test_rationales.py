@@ -140,10 +140,9 @@ def test_zero_tokens_are_no_rationale(model: Path, plain: list[dict[str, Any]]) 
     [
         {"speculation": "off"},
         {"speculation": "lookup", "speculation_tokens": 3},
-        {"speculation": "suffix"},
         {"speculation": "retrieval", "retrieval_budget": 16, "retrieval_chunk": 4},
         {"pack_tokens": 64},
-        {"schedule": "fifo", "chunk_tokens": 16},
+        {"chunk_tokens": 16},
         {"workers": 2},
     ],
     ids=lambda flags: " ".join(f"{name}={value}" for name, value in flags.items()),

@@ -229,7 +229,7 @@ def test_a_run_that_has_not_changed_the_output_leaves_its_report(
     fails(2, template="{{ promt }}", overwrite=True)
     fails(2, model="nowhere", resume=True)
     fails(2, inputs="nowhere.parquet", overwrite=True)
-    fails(1, dies="prefillcli.scoring.opening.Opening.open_models", overwrite=True)
+    fails(1, dies="prefillcli.scoring.score.open_inputs", overwrite=True)
     if not stopped:  # the output is there until there is another one
         fails(1, dies="prefillcli.models.load.load_model", overwrite=True)
 

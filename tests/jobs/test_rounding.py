@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prefillcli
+from benchmarks.needles import TOPICS
 from benchmarks.sample_text import CREDITORS, SUBJECTS
 from benchmarks.score_runs import SAMPLES
-from prefillcli.tools.bench.material import TOPICS
 
 MODEL = str(SAMPLES / "models" / "target")
 BOUND = 1e-4

@@ -156,14 +156,14 @@ def test_a_label_after_a_line_break_has_no_space(model: Path, reference: Referen
     [
         {"pack_tokens": 64},
         {"pack_tokens": 64, "prefix_kv": "discard"},
-        {"pack_tokens": 64, "schedule": "fifo", "chunk_tokens": 19},
-        {"pack_tokens": 64, "schedule": "srjf", "prefix_kv": "offload"},
-        {"pack_tokens": 1, "schedule": "srjf-calibrated"},
+        {"pack_tokens": 64, "chunk_tokens": 19},
+        {"pack_tokens": 64, "prefix_kv": "offload"},
+        {"pack_tokens": 1},
         {"memory": "64MiB", "chunk_tokens": 16},
     ],
     ids=lambda flags: " ".join(f"{k}={v}" for k, v in flags.items()),
 )
-def test_schedule_packs_and_memory_change_no_score_and_no_order(
+def test_packs_and_memory_change_no_score_and_no_order(
     model: Path, reference: Reference, flags: dict[str, object]
 ) -> None:
     prompts = texts(20)
@@ -224,6 +224,7 @@ def test_longer_labels_have_the_scores_of_lm_evaluation_harness(
         assert row["prediction"] == names[int(shares.argmax())]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("prompt", "engine"),
     [

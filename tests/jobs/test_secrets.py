@@ -118,7 +118,7 @@ def test_an_error_shows_no_secret(
     assert_no_secret(vault, tmp_path, out + err)
 
 
-PATHS = [name for name in ScoreSettings.model_fields if details_of(ScoreSettings, name).path not in (None, "rows")]
+PATHS = [name for name in ScoreSettings.options() if details_of(ScoreSettings, name).path not in (None, "rows")]
 
 
 @pytest.mark.parametrize("name", PATHS)

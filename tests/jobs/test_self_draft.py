@@ -182,7 +182,7 @@ def test_the_audit_reads_rows_both_ways(deep: Path, reference: Reference) -> Non
     for number in audited:
         assert rows[number]["audit_score"] == pytest.approx(full[number]["score"], abs=SAME)
         assert rows[number]["audit_prediction"] == full[number]["prediction"]
-    assert read_report()["audit"]["rows"] == 7
+    assert read_report()["audits"]["answer"]["rows"] == 7
 
 
 def test_keep_auto_tries_rates(deep: Path, reference: Reference) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.rows.output.sink import shards_beside
+from prefillcli.rows.output.shards import shards_beside
 from prefillcli.rows.output.store import LOCK, open_store
 from prefillcli.rows.output.target import Target
 from prefillcli.tools.merge import merge_job
@@ -212,7 +212,7 @@ KILLED = {
     "before the first pack": Hold(ANSWER, 1),
     "later": Hold(ANSWER, 7),
     "a part half written": Hold(REPLACE, 3, ".parquet"),
-    "before the end": Hold("prefillcli.rows.output.sink:ShardSink.finish"),
+    "before the end": Hold("prefillcli.rows.output.shards:ShardSink.finish"),
     "at the end": Hold(REPLACE, 3, "manifest.json"),
 }
 
@@ -383,11 +383,11 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
 
 #: Where a merge is killed.
 KILLED_MERGE = {
-    "before anything is written": Hold("prefillcli.rows.output.sink:JoinedShards.check"),
+    "before anything is written": Hold("prefillcli.rows.output.shards:JoinedShards.check"),
     "the output half written": Hold(REPLACE, 1, "/out.parquet"),
     "the output there, but not marked": Hold("prefillcli.rows.output.sink:Manifest.save", 2),
-    "before the shards are removed": Hold("prefillcli.rows.output.sink:ShardFolder.delete", 1),
-    "one shard removed": Hold("prefillcli.rows.output.sink:ShardFolder.delete", 2),
+    "before the shards are removed": Hold("prefillcli.rows.output.shards:ShardFolder.delete", 1),
+    "one shard removed": Hold("prefillcli.rows.output.shards:ShardFolder.delete", 2),
     "before a part is removed": Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
     "the second shard without parts": Hold("prefillcli.runtime.file_calls:remove_file", 2, "manifest.json"),
 }
@@ -414,7 +414,7 @@ def test_a_killed_merge_is_merged_again(model: Path, whole: list[dict[str, Any]]
 def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> None:
     path = make_input()
     shards(path, 2, "out/", **flags(model))
-    held = Command("merge", "out/", hold=Hold("prefillcli.rows.output.sink:os.rename", 1))
+    held = Command("merge", "out/", hold=Hold("prefillcli.rows.output.publication:os.rename", 1))
     held.wait_until_held()
     held.kill()
     assert merge("out/")["exit_code"] == 0
@@ -423,7 +423,7 @@ def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> N
 
 
 def test_a_part_that_changes_after_the_check_ends_the_merge(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.rows.output.sink import JoinedShards
+    from prefillcli.rows.output.shards import JoinedShards
 
     shards(make_input(), 2, **flags(model))
     check = JoinedShards.check
@@ -499,7 +499,7 @@ def test_a_dry_run_plans_what_the_shard_computes(model: Path, monkeypatch: pytes
         done = score(path, dry_run=True, **options)
         assert done["exit_code"] == 0
         survey = read_report(f"out.shard-{number}-of-2.dry-run.json")["survey"]
-        (own,) = [plan for plan in survey["plans"] if plan["chosen"]]
+        own = survey["plan"]
         assert score(path, **options)["exit_code"] == 0
         report = read_report(f"out.shard-{number}-of-2.run.json")
         assert (own["computed_tokens"], own["packs"]) == (report["tokens"]["computed"], report["packs"])

@@ -21,7 +21,7 @@ EVALUATE = ("--truth", "truth")
 
 #: A function that is running in each phase, and options with which it is.
 PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
-    "read": (Hold("prefillcli.scoring.opening:Opening.open_source"), ()),
+    "read": (Hold("prefillcli.scoring.score:open_rows"), ()),
     "hash": (Hold("prefillcli.rows.proof:content_digest"), ()),
     "open the output": (Hold("prefillcli.rows.output.sink:find_resumable"), ()),
     "load": (Hold("prefillcli.models.load:load_model"), ()),
@@ -29,7 +29,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "tokenize": (Hold("prefillcli.prompts.builder:PromptBuilder._prompts", 2), ()),
     "plan": (Hold("prefillcli.scoring.loop:plan_requests"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
-    "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.exits"), ("--exit",)),
+    "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.learn"), ("--exit",)),
     "write": (Hold("prefillcli.rows.output.parts:write_part", 2), ()),
     "publish": (Hold("prefillcli.rows.output.sink:commit"), ()),
     "evaluate": (Hold("prefillcli.judging.evaluation:evaluate_output"), EVALUATE),

@@ -267,7 +267,7 @@ def test_an_output_that_is_not_there_is_no_error_on_the_first_night(
     manifest.digests = None
     manifest.save(store)
     assert score(write_night(0), "third.parquet", since="next.parquet", **flags(model))["since"] == {"rows": 0}
-    assert "an earlier version of prefill wrote it" in capfd.readouterr().err
+    assert "its work folder was lost, and with it the digests of its rows" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["model", "labels"])

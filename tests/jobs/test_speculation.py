@@ -29,7 +29,7 @@ def written(output: str = "out.parquet") -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in EXACT[1:]) for row in read_output(output)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("speculation", "more"),
     [

@@ -96,7 +96,7 @@ def test_every_way_of_asking_reads_the_same_prompt(thinker: Path, judge: Referen
 
     Path("job.yaml").write_text("thinking: off\nchat_option: {enable_thinking: false}\nanswer_prefix: 'So:'\n")
     recipe = load_settings(InspectSettings, {"inputs": ["in.parquet"], "row": "1"}, recipe="job.yaml", environment={})
-    assert (recipe.thinking, recipe.chat_option) == ("off", {"enable_thinking": False})
+    assert (recipe.prompts.thinking, recipe.prompts.chat_option) == ("off", {"enable_thinking": False})
     flags = {"inputs": ["in.parquet"], "row": "1", "prompt_column": "p", "html": "row.html", **choices}
     inspect_job(load_settings(InspectSettings, flags, environment={}))
     assert SAID in html.unescape(Path("row.html").read_text())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import prefillcli
 from prefillcli import Choice, Predicate, Score, Scorer, UsageError
-from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.asking.forms import QUESTION_END, orders_of, text_of, with_answers
 from prefillcli.asking.question_file import read_questions
 from prefillcli.prompts import templates
 from prefillcli.prompts.questions import Question
@@ -33,7 +33,7 @@ ANGER = Score("How angry is the customer?", ["calm", "annoyed", "angry", "furiou
 
 def shares(reference: Reference, text: str, question: Question, order: Any = None) -> list[float]:
     """The probability of each option among all, by transformers' eager forward over the whole prompt."""
-    prompt = text + text_of(question, order) + ANSWER
+    prompt = text + text_of(question, order) + QUESTION_END
     logprobs = []
     for label in with_answers(question, order).answers:
         said = [f" {label.said or label.name}"] if label.variants is None else label.variants
@@ -217,7 +217,7 @@ def test_a_long_document_is_cut_and_its_question_is_not(model: Path, on_long: st
     assert row["prompt_tokens"] <= 64
     evaluation = read_report()["evaluations"]["answer"]
     shown = [*evaluation["surest_wrong"], *evaluation["near_threshold"]]
-    assert shown[0]["text"].endswith(text_of(Predicate("Is it a fox?")) + ANSWER)
+    assert shown[0]["text"].endswith(text_of(Predicate("Is it a fox?")) + QUESTION_END)
 
 
 RENDERED = [
@@ -357,15 +357,14 @@ def test_a_job_names_the_column_to_ask_about_where_none_is_usual(model: Path) ->
     assert [row["answer"] for row in one] == [row["answer"] for row in read_output("other.parquet")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
-@pytest.mark.parametrize("as_rows", [False, True])
-def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str, as_rows: bool) -> None:
+def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str) -> None:
     write_parquet(
         "in.parquet", text=TEXTS * 4, late=["Yes", "No", "Yes"] * 4, kind=["device", "delivery", "device"] * 4
     )
     Path("q.json").write_text(json.dumps({"questions": [own.to_json() for own in (REFUND, TOPIC, ANGER)]}))
     flags: dict[str, Any] = {"model": model, "questions": "q.json", "truth": "refund=late,topic=kind"}
-    flags |= {"questions_as": "rows"} if as_rows else {}
     found = []
     for output in ("one.parquet", f"other.{ending}"):
         assert score(Path("in.parquet"), output, **flags)["exit_code"] == 0
@@ -428,7 +427,7 @@ def test_a_typed_answer_has_its_audit_its_evidence_and_its_text(
             wanted = shares(reference, text, question)
             assert row[f"{question.name}.audit_score"] == pytest.approx(wanted[0], abs=TOLERANCE)
             assert row[f"{question.name}.audit_prediction"] == question.names[wanted.index(max(wanted))]
-    audits = {each["question"]: each["audit"]["rows"] for each in read_report()["audits"]}
+    audits = {name: each["rows"] for name, each in read_report()["audits"].items()}
     assert audits == {"refund": len(texts), "topic": len(texts)}
 
 

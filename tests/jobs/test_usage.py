@@ -259,15 +259,19 @@ def test_recipe_then_environment_then_flag() -> None:
     environment = {"PREFILL_MODEL": "e", "PREFILL_MAX_LENGTH": "20", "PREFILL_LABELS": "A,B", "PREFILL_QUIET": "true"}
     given = {"model": "f", "inputs": ["x.parquet"]}
     settings = load_settings(ScoreSettings, given, recipe="job.yaml", environment=environment)
-    assert (settings.temperature, settings.max_length, settings.model) == (2.0, 20, "f")
-    assert (settings.inputs, settings.keep_columns, settings.labels) == (("x.parquet",), ("a", "b"), "A,B")
-    assert settings.quiet is True
+    assert (settings.answers.temperature, settings.prompts.max_length, settings.lm.model) == (2.0, 20, "f")
+    assert (settings.input.inputs, settings.files.keep_columns, settings.answers.labels) == (
+        ("x.parquet",),
+        ("a", "b"),
+        "A,B",
+    )
+    assert settings.run.quiet is True
     alone = load_settings(ScoreSettings, {}, recipe="job.yaml", environment={})
-    assert (alone.inputs, alone.model, alone.max_length) == (("in.parquet",), "r", 10)
+    assert (alone.input.inputs, alone.lm.model, alone.prompts.max_length) == (("in.parquet",), "r", 10)
 
 
 def test_labels_in_a_recipe_are_the_words_they_look_like() -> None:
     for text, labels in (("[Yes, No]", ("Yes", "No")), ("[1, 0]", ("1", "0")), ("Yes,No", "Yes,No")):
         Path("job.yaml").write_text(f"labels: {text}\nquiet: yes\noverwrite: true\n")
         settings = load_settings(ScoreSettings, {"inputs": ["x"]}, recipe="job.yaml", environment={})
-        assert (settings.labels, settings.quiet, settings.overwrite) == (labels, True, True)
+        assert (settings.answers.labels, settings.run.quiet, settings.files.overwrite) == (labels, True, True)

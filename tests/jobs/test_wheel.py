@@ -27,7 +27,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(_ROOT)) for path in (_ROOT / "prefillcli").rglob("*.py")}
-    assert modules | {"prefillcli/py.typed", "prefillcli/schema/run.schema.json"} <= names
+    files = {"py.typed", "schema/run.schema.json", "samples/post_recommendation.parquet"}
+    assert modules | {f"prefillcli/{name}" for name in files} <= names
     for model in ("target", "draft", "tickets"):
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
             assert f"prefillcli/samples/models/{model}/{name}" in names
@@ -35,11 +36,13 @@ def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_unpacked_wheel_finds_the_sample_model(wheel: Path, tmp_path: Path) -> None:
+def test_an_unpacked_wheel_finds_its_samples(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from prefillcli.models.files import *; print(sample_model(), sample_draft(), sample_model(typed=True))"
+    code = "from prefillcli.models.files import *; print(sample_model(), sample_draft(), sample_rows())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=True
     )
-    models = tmp_path / "site/prefillcli/samples/models"
-    assert done.stdout.split() == [str(models / name) for name in ("target", "draft", "tickets")]
+    samples = tmp_path / "site/prefillcli/samples"
+    assert done.stdout.split() == [
+        str(samples / name) for name in ("models/target", "models/draft", "post_recommendation.parquet")
+    ]

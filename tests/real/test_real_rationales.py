@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.review_rationales import WORDS, flags, sentences, template, write_rows
 from recipes.real_model import reviews
-from recipes.review_rationales import WORDS, flags, sentences, template, write_rows
 from tests.jobs.jobs import read_output, score, write_parquet
 from tests.real.conftest import FOLDER
 

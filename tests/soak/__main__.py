@@ -137,7 +137,7 @@ def main(
     log(f"writing {rows + long:,} rows")
     write_night(night_rows, rows=rows, long=long, seed=seed)
     flags = ["--id-column", "id", "--dtype", "float32", "--keep", "0.3", "--draft", str(SAMPLES / "models" / "draft")]
-    flags += ["--compress-above", "512", "--compress-per-row", "--max-error-rate", "0.01"]
+    flags += ["--set", "compress_above=512", "--set", "compress_per_row=true", "--max-error-rate", "0.01"]
     with NightDisk(folder / "disk", disk << 20) as night_disk:
         output = night_disk.path / "scores.parquet"
         command = ["score", str(night_rows), "-m", str(model), "-o", str(output), "--resume", "--quiet", *flags]

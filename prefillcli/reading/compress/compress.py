@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.errors import UsageError, counted
 from prefillcli.options.option import COMPRESSION, changed, details_of
+from prefillcli.options.settings import JobSettings
 from prefillcli.reading.compress.compressor import WindowCompressor, compressor_of
 from prefillcli.reading.compress.load import RemoteDraft
 from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
 from prefillcli.reading.compress.settings import compression_of, keep_rate
 from prefillcli.report.section import Part, Section
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
     from prefillcli.core.request import Request, Tick
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.core.scorer import ModelScorer
     from prefillcli.reading.compress.compressor import Compressor
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.tallies import Counts
     from prefillcli.rows.records import Prompt, Window
 
 # The options whose values are always in the digest of compression, in this order.
@@ -35,19 +37,20 @@ HASHED = (
 class Compress(Reading, Judge):
     """Compression in a job. The plan of the job has the keep rate that `--keep auto` has chosen."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
+        self.groups = added({"audit": settings.flips.audit})
         self._methods: Mapping[str, int] = {}
         self._windows: WindowCompressor | None = None
 
     def require_use(self, columns: Collection[str]) -> None:
         """Raise UsageError if nothing of rows with these columns would be compressed."""
         settings = self.settings
-        if settings.uses_draft and getattr(settings, "speculates_by_draft", False):
+        if settings.uses_draft and settings.rationales.speculates_by_draft:
             return
-        if "keep" not in settings.model_fields_set and "keep" not in columns:
+        if not settings.compression.is_given("keep") and "keep" not in columns:
             guessing = "--speculation draft if it is to guess tokens of rationales, "
-            guessing = guessing if getattr(settings, "rationale", 0) else ""
+            guessing = guessing if settings.rationales.rationale else ""
             raise UsageError(
                 "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
                 f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
@@ -58,14 +61,14 @@ class Compress(Reading, Judge):
         rest = [name for name in values if details_of(type(self.settings), name).panel == COMPRESSION]
         rest_values = {name: values.pop(name) for name in rest}
         found = {"compression": hash_value([*map(list, own.items()), *changed(type(self.settings), rest_values)])}
-        draft = self.settings.draft
+        draft = self.settings.compression.draft
         if self.settings.uses_draft:  # it is identified by the contents of its files
             return found
-        return found | {"draft": hash_value([draft, self.settings.seed] if draft == "random" else draft)}
+        return found | {"draft": hash_value([draft, self.settings.input.seed] if draft == "random" else draft)}
 
     def read_as(self) -> list[Any]:
         """Return how prompts are read, as a value to hash: exits learn from the answers and are used again later."""
-        return [self.settings.keep, asdict(compression_of(self.settings))]
+        return [self.settings.compression.keep, asdict(compression_of(self.settings.compression))]
 
     def begin(self, run: Run) -> None:
         """Count on from the rows that earlier attempts have written."""
@@ -86,13 +89,13 @@ class Compress(Reading, Judge):
         """Return the compressor of a scorer's prompts: with the draft beside the model, or with the drafts of
         workers."""
         remote = scorer.pool.remote
-        draft = scorer.beside.get("draft") if remote is None else RemoteDraft(remote)
-        return compressor_of(self.settings, scorer.inputs.opened, draft, scorer.plan)
+        draft = scorer.models.beside.get("draft") if remote is None else RemoteDraft(remote)
+        return compressor_of(self.settings, scorer.inputs.opened, draft, scorer.plans.plan)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        if counts is not None and hasattr(run.inputs, "builder"):
-            run.report.keep = keep_rate(self.settings, run.sink.plan)
-            run.report.keep_auto = run.sink.plan.get("keep_auto")
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.sink is not None:
+            report.keep = keep_rate(self.settings.compression, reached.sink.plan)
+            report.keep_auto = reached.sink.plan.get("keep_auto")
 
 
 def section(report: RunReport) -> Section | None:

@@ -16,9 +16,10 @@ import numpy as np
 from prefillcli.core.request import ReadPrompt, Request, Thinning, Tick, TokenReason, answer_requests, draw
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import Limits
-from prefillcli.prompts.builder import RowColumns
 from prefillcli.prompts.encoding import spans_of
+from prefillcli.prompts.settings import RowColumns
 from prefillcli.reading.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
 from prefillcli.reading.compress.selection import (
     ENOUGH_ROWS,
@@ -46,7 +47,7 @@ from prefillcli.rows.records import (
     is_fallback,
 )
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import flip_bound, rows_for
+from prefillcli.stats.flips import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.core.scorer import ModelScorer
@@ -101,7 +102,7 @@ class WorthCompressing:
         """Return why compressing a prompt does not pay, as the end of a sentence about its tokens."""
         above = self._compression.compress_above
         if above != "auto":
-            return f"are not more than --compress-above {above:,}"
+            return f"are not more than compress_above {above:,}"
         speedup = self.speedup(tokens, keep)
         if speedup is None:
             return f"are not more than {UNKNOWN_ABOVE:,}, and the cost model does not know this architecture"
@@ -250,32 +251,32 @@ def why_in_full(question: Request) -> str | None:
 
 
 def compressor_of(
-    settings: Any, opened: Opened, draft: Any, plan: Mapping[str, Any] = MappingProxyType({})
+    settings: JobSettings, opened: Opened, draft: Any, plan: Mapping[str, Any] = MappingProxyType({})
 ) -> Compressor:
     """Return the compressor of a job, to the rate of the settings or, with `--keep auto`, of the job's plan.
 
     Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
-    compression = compression_of(settings)
-    own = own_layers(compression, opened) if settings.drafts_itself else None
+    compression = compression_of(settings.compression)
+    own = own_layers(compression, opened) if settings.compression.drafts_itself else None
     return Compressor(
         _picker(settings, compression, opened, draft, own),
         compression,
-        keep=keep_rate(settings, plan),
+        keep=keep_rate(settings.compression, plan),
         worth=worth_of(compression, opened, own),
         target_window=Shape(opened.files.config).sliding_window,
     )
 
 
-def _picker(settings: Any, compression: Compression, opened: Opened, draft: Any, own: int | None) -> Picker:
+def _picker(settings: JobSettings, compression: Compression, opened: Opened, draft: Any, own: int | None) -> Picker:
     # The way to pick tokens that `--draft` names.
     from prefillcli.reading.compress.draft import SelfDraft  # takes torch along
 
     if own is not None:
         return SelfDraft(own - 1)
-    if settings.draft == "random":
-        return RandomChunks(compression.select_chunk, settings.seed)
-    if settings.draft == "bm25":
+    if settings.compression.draft == "random":
+        return RandomChunks(compression.select_chunk, settings.input.seed)
+    if settings.compression.draft == "bm25":
         return Bm25(lambda prompt: (spans_of(opened.tokenizer, [prompt]) or {}).get(prompt.row))
     return SpecPrefill(draft, translator_of(opened))
 
@@ -373,8 +374,8 @@ class WindowCompressor:
     def __init__(self, scorer: ModelScorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
         self.compressor = compressor
         self._scorer = scorer
-        self._settings: Any = scorer.settings
-        self._chooses = self._settings.keep == "auto" and "keep" not in scorer.plan
+        self._settings: JobSettings = scorer.settings
+        self._chooses = self._settings.compression.keep == "auto" and "keep" not in scorer.plans.plan
         self._methods = Counter(methods)
         self._warned = False
 
@@ -440,7 +441,7 @@ class WindowCompressor:
         estimates: Sequence[ImportanceEstimate],
         tick: Tick,
     ) -> None:
-        scorer, prompts, max_flips = self._scorer, window.prompts, self._settings.max_flips
+        scorer, prompts, max_flips = self._scorer, window.prompts, self._settings.flips.max_flips
         most = scorer.pool.limits.max_tokens
         able = [
             number
@@ -449,10 +450,11 @@ class WindowCompressor:
         ]
         if not able:
             return  # a later window may have rows to compress
-        chosen = draw(able, self._settings.audit or rows_for(max_flips, ALLOWED_FLIPS), window.index)
+        chosen = draw(able, self._settings.flips.audit or rows_for(max_flips, ALLOWED_FLIPS), window.index)
         choice = choose_keep(self.compressor, scorer.pool, prompts, estimates, chosen, max_flips, tick)
         self.compressor.keep, self._chooses = choice.keep, False
-        scorer.plan = {**scorer.plan, "keep": choice.keep, "keep_auto": asdict(choice)}
+        plans = scorer.plans
+        plans.save_plan({**plans.plan, "keep": choice.keep, "keep_auto": asdict(choice)})
         if choice.keep == 1:
             log.warning(f"--keep auto: {_why_all(choice, len(chosen), max_flips)}")
 
@@ -483,10 +485,10 @@ class KeptTokens:
     Raises UsageError and ResourceError as loading would.
     """
 
-    def __init__(self, settings: Any, opened: Opened, budget: int) -> None:
-        compression, shape = compression_of(settings), Shape(opened.files.config)
-        own = own_layers(compression, opened) if settings.drafts_itself else None
-        self.chosen = settings.keep if isinstance(settings.keep, float) else None
+    def __init__(self, settings: JobSettings, opened: Opened, budget: int) -> None:
+        compression, shape = compression_of(settings.compression), Shape(opened.files.config)
+        own = own_layers(compression, opened) if settings.compression.drafts_itself else None
+        self.chosen = settings.compression.keep if isinstance(settings.compression.keep, float) else None
         self.rates = sorted({*KEEP_RATES, self.chosen or 1.0}, reverse=True)
         self._own_layers = own or 0
         self._depth = self._own_layers / shape.layers
@@ -496,7 +498,7 @@ class KeptTokens:
         self._reach = opened.max_length  # tokens of the longest prompt that the draft can read
         self._drafted: tuple[Sequence[Prompt], list[int | None]] = ((), [])
         if opened.draft is not None:
-            limits = Limits(**plan_draft(opened, compression, budget, settings.chunk_tokens, {})["limits"])
+            limits = Limits(**plan_draft(opened, compression, budget, settings.packs.chunk_tokens, {})["limits"])
             fits = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
             self._reach = min(opened.draft.max_length - compression.decoded, fits)
 

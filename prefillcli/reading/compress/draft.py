@@ -26,7 +26,6 @@ from prefillcli.reading.compress.selection import (
     NOT_FINITE,
     TOO_LONG,
     VOCABULARY,
-    Float32Array,
     ImportanceEstimate,
     Picker,
     budget,
@@ -35,7 +34,7 @@ from prefillcli.reading.compress.selection import (
     tails,
 )
 from prefillcli.reading.compress.settings import Compression, Reduce
-from prefillcli.rows.records import Int32Array
+from prefillcli.stats.arrays import Float32Array, Int32Array
 from prefillcli.walk.decoding import look_ahead
 from prefillcli.walk.forest import WatchedLayer
 from prefillcli.walk.layout import Tree, oldest_key

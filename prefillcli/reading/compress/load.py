@@ -20,8 +20,9 @@ from prefillcli.reading.compress.selection import (
     select_all,
 )
 from prefillcli.reading.compress.settings import Compression, compression_of
-from prefillcli.rows.records import Int32Array, Int64Array, Prompt
+from prefillcli.rows.records import Prompt
 from prefillcli.runtime import log
+from prefillcli.stats.arrays import Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models
@@ -111,17 +112,17 @@ def load_draft(models: Models[Any]) -> Draft | None:
     from prefillcli.reading.compress.draft import Draft
 
     settings, opened = models.settings, models.opened
-    compression = compression_of(settings)
-    if settings.draft is not None:
-        drafts = "--draft self" if settings.drafts_itself else None
+    compression = compression_of(settings.compression)
+    if settings.compression.draft is not None:
+        drafts = "--draft self" if settings.compression.drafts_itself else None
         check_uses(models.engine.walk.model, drafts=drafts, compresses=True)
-    if settings.drafts_itself:
+    if settings.compression.drafts_itself:
         own_layers(compression, opened)
     if opened.draft is None:
         return None
     if not models.planned:
         before = models.before.get("draft", {})
-        models.plan["draft"] = plan_draft(opened, compression, models.budget, settings.chunk_tokens, before)
+        models.plan["draft"] = plan_draft(opened, compression, models.budget, settings.packs.chunk_tokens, before)
     plan, told = models.plan["draft"], set()
 
     def warn(error: BaseException) -> None:

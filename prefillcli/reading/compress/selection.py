@@ -30,7 +30,8 @@ from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
 from prefillcli.prompts.encoding import Spans
 from prefillcli.prompts.translation import TEXT, Overlap
 from prefillcli.reading.compress.settings import Compression
-from prefillcli.rows.records import FALLBACK, FULL, Int64Array, Prompt, is_fallback, reading_method
+from prefillcli.rows.records import FALLBACK, FULL, Prompt, is_fallback, reading_method
+from prefillcli.stats.arrays import Float32Array, Int64Array
 
 if TYPE_CHECKING:
     from prefillcli.core.request import Tick
@@ -92,9 +93,6 @@ def _readings(methods: Mapping[str, int]) -> Counter[str]:
     for method, rows in methods.items():
         readings[reading_method(method)] += rows
     return readings
-
-
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)

@@ -2,57 +2,89 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.roles import Judge, Reading
+from prefillcli.engines.base import PLAIN, EarlyExits, Treatment
 from prefillcli.errors import UsageError
 from prefillcli.models.open import WORDS
 from prefillcli.options.option import EARLY_EXIT, details_of
-from prefillcli.reading.exits.first import readers_of
-from prefillcli.reading.exits.policy import exit_profile_at, job_of_exits, require_same_job
+from prefillcli.options.settings import JobSettings
+from prefillcli.plan.pack import carried_by_few, in_full
+from prefillcli.reading.exits.first import readers_of, readings_of
+from prefillcli.reading.exits.full_rows import FullRows
+from prefillcli.reading.exits.learning import ENDED, EXITS, FILE, ExitLearning, Learning, learnt_once, stored_exit_use
+from prefillcli.reading.exits.policy import ExitPolicy, exit_profile_at, job_of_exits, require_same_job
+from prefillcli.reading.exits.proof import drifted_classes
+from prefillcli.reading.exits.rare import SCORES, RareLearning
+from prefillcli.reading.exits.report import ExitUse, of_question_text, with_ends
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
+from prefillcli.rows.records import BEFORE, FIRST, ScoredRow
+from prefillcli.runtime import log
 
 if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
     from prefillcli.core.request import Request, Tick
-    from prefillcli.core.run import Run
+    from prefillcli.core.run import Reached, Run
     from prefillcli.core.scorer import ModelScorer
-    from prefillcli.engines.base import Answer, Treatment
+    from prefillcli.engines.base import Answer
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
     from prefillcli.reading.exits.first import FirstReading, Reader
-    from prefillcli.reading.exits.learning import JobExits
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.columns import Counts
     from prefillcli.rows.output.target import Manifest
-    from prefillcli.rows.records import Prompt, ScoredRow
+    from prefillcli.rows.records import Prompt
 
 
 class Exits(Reading, Judge):
-    """The exits of a job, once they are learnt. `read_as` states how prompts are read otherwise. Raises UsageError for
-    a wrong exit profile."""
+    """The exits of a job: learnt before its first window, at work between layers, and watched. `read_as` states how
+    prompts are read otherwise. Raises UsageError for a wrong exit profile."""
 
-    def __init__(self, settings: Any, read_as: Sequence[Any] = ()) -> None:
+    def __init__(self, settings: JobSettings, read_as: Sequence[Any] = ()) -> None:
         self.settings = settings
+        self.groups = added({"exits": True, "label_scores": True, "audit": settings.flips.audit})
         self.profile: ExitProfile | None = None
         """The profile that an earlier job has learnt."""
-        self.exits: JobExits | None = None
+        self.policies: dict[int, ExitPolicy] = {}
+        """By the prompt of a row (`Prompt.part`). Without one no answer leaves: nothing is learnt or could be proven,
+        or the exits have ended."""
+        self.use: ExitUse | None = None
+        """The exits in the run's report, once they are learnt."""
+        self.known: Mapping[int, ScoredRow] = {}
+        """Rows by number that were scored before the first window, to learn from them."""
         self._read_as = read_as
         self._readers: list[Reader] | None = None  # for callers that ask for a glance
-        if settings.exit_profile is not None:
-            self.profile = exit_profile_at(settings.exit_profile)
+        # The packs of this run: the seconds that they took and would have taken without exits; token-layers in full,
+        # and those saved.
+        self._seconds = self._full_seconds = self._layers = self._skipped = 0.0
+        self._kept_alive: Counter[str] = Counter()  # token-layers of shared prefixes, by number of rows
+        # The first models by layer with their names; their rows and seconds in this run, and the tokens of the prompts
+        # that they decided.
+        self._first: Mapping[int, tuple[str, Reader]] = {}
+        self._first_rows: Counter[int] = Counter()
+        self._first_seconds: dict[int, float] = {}
+        self._spared = 0
+        if settings.exits.exit_profile is not None:
+            self.profile = exit_profile_at(settings.exits.exit_profile)
 
     def require_models(self, opened: Opened) -> None:
         """Raise UsageError where these models cannot decide rows early."""
-        narrow = self.settings.narrow
+        narrow = self.settings.exits.narrow
         if narrow is not None:
             from prefillcli.models.dtype import require_faster
             from prefillcli.walk.narrow import check_narrow
 
             check_narrow(narrow, opened.device, str(opened.files.origin) if opened.files.encoder else None)
             require_faster(narrow, opened.files.dtype, opened.device)
-        if opened.files.head is not None and self.settings.first and any(not each.files.head for each in opened.small):
+        if (
+            opened.files.head is not None
+            and self.settings.exits.first
+            and any(not each.files.head for each in opened.small)
+        ):
             raise UsageError(
                 "--first: the model's classification head is read, and the first model has only tokens\n"
                 "give a first model with a head, or read the model's next token with --head vocabulary"
@@ -61,9 +93,8 @@ class Exits(Reading, Judge):
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
         hashed = {name: values.pop(name) for name in own}
-        first = hashed.pop("first", ())  # a model is identified by its contents, as a draft is
-        if first:
-            hashed["first"] = [name == WORDS for name in first]
+        if first := hashed.pop("first", None):  # a model is identified by its contents, as a draft is
+            hashed["first"] = first == WORDS
         for name in ("recall", "precision", "compute"):
             if hashed.get(name) is None:
                 hashed.pop(name, None)
@@ -72,26 +103,71 @@ class Exits(Reading, Judge):
             found["exit_profile"] = hash_value(self.profile.model_dump(mode="json"))
         return found
 
-    def require_same_job(self, run: Run) -> None:
+    def require_same_job(self, inputs: Inputs, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for an exit profile of another job, once the fingerprint is known."""
         if self.profile is not None:
-            require_same_job(self.profile, self.settings.exit_profile, job_of_exits(run, self._read_as))
+            job = job_of_exits(inputs, fingerprint, self._read_as)
+            require_same_job(self.profile, self.settings.exits.exit_profile, job)
 
-    def learn(self, run: Run) -> None:
+    def learn(self, run: Run, scorer: ModelScorer) -> None:
         """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
-        from prefillcli.reading.exits.learning import ExitLearning
-        from prefillcli.reading.exits.rare import RareLearning
-
-        if self.settings.estimate is not None:
+        if self.settings.estimate.estimate is not None:
             return
-        learning = ExitLearning if self.settings.rare_option is None else RareLearning
         with run.clock.phase("exits"):
-            self.exits = learning(run, self.profile, readers_of(run.scorer), self._read_as).exits()
+            rows = FullRows(run, scorer, readers_of(scorer))
+            learning: Learning
+            if self.settings.exits.rare_option is None:
+                learning = ExitLearning(rows, self.profile, self._read_as)
+            else:
+                learning = RareLearning(rows, self._read_as)
+            profile, known, self.use = learnt_once(learning)
+            self.policies = {
+                part: learnt.policy
+                for part, (learnt, own) in enumerate(zip(profile.questions, self.use.questions.values(), strict=True))
+                if learnt.policy is not None and own.reason is None
+            }
+            self.known = {row.row: row for row in known}
+            self._first = learning.readers()
+            self._first_seconds = {BEFORE: self._first[BEFORE][1].seconds} if self.use.rare is not None else {}
 
     def ahead(self, questions: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
         """Return the answers, by the places of these questions, that the model need not be asked for, and the tokens
         that first models have computed to find them."""
-        return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)
+        rows: dict[int, ScoredRow] = {}
+        computed = 0
+        for layer in sorted({layer for each in self.policies.values() for layer in each.layers if layer <= BEFORE}):
+            asked = {part for part, policy in self.policies.items() if layer in policy.layers}
+            reader = self._first[layer][1]
+            tokens, seconds = reader.tokens, reader.seconds
+            left = [
+                number
+                for number, question in enumerate(questions)
+                if number not in rows and question.prompt.part in asked
+            ]
+            for at in range(0, len(left), reader.block):
+                rows |= self._decided(layer, reader, questions, left[at : at + reader.block], tick)
+            self._first_rows[layer] += len(left)
+            self._first_seconds[layer] = self._first_seconds.get(layer, 0.0) + reader.seconds - seconds
+            computed += reader.tokens - tokens
+        self._spared += sum(len(questions[number].tokens) for number in rows)
+        return rows, computed
+
+    def _decided(
+        self, layer: int, reader: Reader, questions: Sequence[Request], numbers: Sequence[int], tick: Tick
+    ) -> dict[int, ScoredRow]:
+        # The answers to the questions with these `numbers` that a first model decides.
+        found = reader.read([questions[number].prompt for number in numbers], tick)
+        read: dict[int, list[tuple[int, FirstReading]]] = {}
+        for number, each in zip(numbers, found, strict=True):
+            if each is not None:
+                read.setdefault(questions[number].prompt.part, []).append((number, each))
+        rows = {}
+        for part, pairs in read.items():
+            decided, logprobs = self.policies[part].decide(layer, readings_of([each for _, each in pairs]))
+            for (number, each), leaves, own in zip(pairs, decided.tolist(), logprobs, strict=True):
+                if leaves:
+                    rows[number] = decided_row(questions[number], own, layer, each.seconds)
+        return rows
 
     def glance(
         self, scorer: ModelScorer, prompts: Sequence[Prompt], tick: Tick
@@ -101,48 +177,116 @@ class Exits(Reading, Judge):
             self._readers = [each for _, each in readers_of(scorer).values()]
         return [each.read(prompts, tick) for each in self._readers]
 
-    @property
-    def known(self) -> Mapping[int, ScoredRow]:
-        """Rows by number that were scored before the first window, to learn from them."""
-        return {} if self.exits is None else self.exits.known
-
-    def treatment(self, questions: Mapping[int, Request], in_full: frozenset[int]) -> Treatment | None:
-        """Return its work between the layers on a pack's prompts with these `questions`, except those `in_full`; None
-        if there is none."""
-        return None if self.exits is None else self.exits.treatment(questions, in_full)
+    def treatment(self, questions: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
+        """Return the treatment between layers of the prompts with these `questions`. Those `in_full` go through all
+        layers."""
+        inside = {part: own for part, policy in self.policies.items() if (own := policy.inside) is not None}
+        rules = {
+            number: inside[question.prompt.part]
+            for number, question in questions.items()
+            if question.prompt.part in inside
+        }
+        return Treatment(EarlyExits(rules, in_full)) if rules else PLAIN
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
-        """Take a pack whose prompts are all answered."""
-        if self.exits is not None:
-            self.exits.add(pack, answers)
+        """Count the layers that exits saved in a pack whose prompts are all answered."""
+        if self.use is None or not self.policies or not answers:
+            return
+        left = {answer.prompt: answer.exit_layer for answer in answers}
+        through = [_layers_through([left[prompt] for prompt in prompts]) for _, prompts in pack.reads]
+        self._seconds += sum(answer.seconds for answer in answers)
+        self._full_seconds += sum(answer.full_seconds or answer.seconds for answer in answers)
+        self._layers += in_full(self.use.model_layers) * len(pack.tokens)
+        self._skipped += sum(answer.skipped for answer in answers)
+        self._kept_alive.update(carried_by_few(pack, through, self.use.model_layers))
 
     def window_written(self, run: Run, window: int) -> None:
-        """Watch the flips of the audited rows of a window, with this index, whose rows are all written."""
-        if self.exits is not None:
-            self.exits.watch(run, window)
+        """End the exits of a question after a window, with this index, if the written audited rows show that too many
+        answers flip."""
+        if self.use is None or (allowed := self.use.max_flips) is None:
+            return
+        sink = run.sink
+        for part, name in enumerate(self.use.questions):
+            if part not in self.policies:
+                continue
+            audited = sink.counts.audited_exits.get(name, {})
+            counts = {
+                f"audited rows that are {label!r} in full": (own.flips, own.rows) for label, own in audited.items()
+            }
+            if self.use.flips_of == "all" and counts:
+                counts = {
+                    "audited rows": (sum(own[0] for own in counts.values()), sum(own[1] for own in counts.values()))
+                }
+            drifted = drifted_classes(list(counts.values()), allowed)
+            if not drifted:
+                continue
+            of, (flips, rows) = list(counts.items())[drifted[0]]
+            del self.policies[part]
+            ended = {
+                "status": "stopped",
+                "stopped_window": window + 1,
+                "reason": f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {allowed:g} explains: the "
+                "rows are not like those that the exits were learnt on",
+            }
+            before = sink.plan[EXITS]
+            sink.save_plan(sink.plan | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}})
+            self.use = with_ends(self.use, {name: ended})
+            option = "--first" if self.use.first else "--exit"
+            of = of_question_text(self.use.told_apart(name))
+            log.warning(f"{option}{of}: {ended['reason']}; all further rows are read in full")
 
     def finished(self, run: Run) -> None:
         """Remove what was kept for a resumed job, once all rows are written."""
-        from prefillcli.reading.exits.learning import FILE
-        from prefillcli.reading.exits.rare import SCORES
-
         run.sink.work.delete(FILE)
         run.sink.work.delete(SCORES)
 
-    def reported(self, run: Run, counts: Counts | None) -> None:
-        from prefillcli.reading.exits.learning import stored_exit_use
-
-        if counts is None:
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.sink is None:
             return
-        use = stored_exit_use(run.sink.plan) if self.exits is None else self.exits.report(run.tokens)
+        use = self.use
+        use = stored_exit_use(reached.sink.plan) if use is None else self._in_this_run(use, report.tokens)
         if use is not None:
-            use.take(counts)
-        run.report.exits = use
+            use.take(reached.sink.counts)
+        report.exits = use
+
+    def _in_this_run(self, use: ExitUse, tokens: Any) -> ExitUse:
+        # The exits with their savings in the packs of this run, whose `tokens` these are.
+        computed = tokens.computed * use.model_layers
+        spared = self._spared * use.first[0].token_seconds if use.first else 0.0
+        taken = self._seconds + sum(self._first_seconds.values())
+        gains = {
+            "layers_saved": tokens.skipped / computed if computed else None,
+            "layers_gain": self._layers / (self._layers - self._skipped) if self._layers else None,
+            "measured_gain": (self._full_seconds + spared) / taken if taken else None,
+            "kept_alive": dict(self._kept_alive),
+        }
+        if self._first:
+            gains["first"] = [
+                each.model_copy(
+                    update={
+                        "read_rows": self._first_rows[each.layer - 1],
+                        "read_tokens": self._first[each.layer - 1][1].tokens,
+                        "seconds": self._first_seconds.get(each.layer - 1, 0.0),
+                    }
+                )
+                for each in use.first
+            ]
+        return use.model_copy(update=gains)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.reading.exits.learning import stored_exit_use
-
         use = report.exits = stored_exit_use(manifest.plan)
         if use is not None and manifest.counts is not None:
             use.take(manifest.counts)
+
+
+def decided_row(question: Request, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
+    """Return a row that a first model has decided; the model itself computes nothing of it."""
+    return ScoredRow(question.prompt.row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=layer + 1)
+
+
+def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
+    # The number of layers that a read goes through, by the layers after which its prompts leave. None means all: a
+    # read ends with its last prompt.
+    numbers = [layer for layer in exit_layers if layer is not None]
+    return max(numbers) + 1 if len(numbers) == len(exit_layers) else None

@@ -1,8 +1,9 @@
-"""The first models of a cascade: they read rows in turn, and decide those whose answer by the large one they foretell.
+"""The first model of a cascade: it reads rows, and decides those whose answer by the large one it predicts. The model
+itself in low precision may do so next.
 
 The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
 and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
-model. A model with a classification head has the outputs of its classes in place of the labels. The hidden state of an
+model. A model with a classification head has the outputs of its classes instead of the labels. The hidden state of an
 encoder is what its head reads. The words of a prompt, without any model, are such a reading too.
 """
 
@@ -18,18 +19,20 @@ import numpy as np
 from prefillcli.core.request import Tick
 from prefillcli.engines.base import EarlyExits, Engine, Readings, Treatment
 from prefillcli.models.open import WORDS, Small
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.prompts.labels import Following, Labels, tail_of
 from prefillcli.prompts.translation import Translation, Translator
-from prefillcli.rows.records import BEFORE, Int32Array, Prompt
+from prefillcli.rows.records import BEFORE, Prompt
+from prefillcli.stats.arrays import Int32Array
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models
     from prefillcli.core.scorer import ModelScorer, Remote
     from prefillcli.models.open import Opened
-    from prefillcli.reading.exits.policy import Float32Array, Float64Array
+    from prefillcli.stats.arrays import Float32Array, Float64Array
 
 _TAIL_TOKENS = 16
 WIDTH = 1 << 13  # numbers of a reading of words
@@ -72,7 +75,7 @@ def readings_of(found: Sequence[FirstReading | None]) -> Readings:
 class FirstPrompts:
     """Makes the prompts of the first model from those of the large one: the same text, in its own tokens."""
 
-    def __init__(self, opened: Opened, small: Small, labels: Labels, settings: Any) -> None:
+    def __init__(self, opened: Opened, small: Small, labels: Labels, settings: JobSettings) -> None:
         own, head = small.tokenizer, small.files.head
         self._whole = small.files.encoder
         self._classes = None if head is None else LabelSet.of([[each] for each in range(len(head.classes))])
@@ -80,7 +83,7 @@ class FirstPrompts:
         self._translator = None if own is None else Translator(opened.tokenizer, own, self._embedded)
         self._labels: list[Labels] = []  # after each prompt of a row
         if own is not None and head is None:
-            norm, end = settings.label_norm, settings.label_end
+            norm, end = settings.answers.label_norm, settings.answers.label_end
             self._labels = [Labels(own, each.question, norm=norm, end=end) for each in labels.asked]
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
@@ -172,7 +175,7 @@ def _planned(models: Models[Any], small: Small, before: dict[str, Any] | None) -
     if files.encoder:
         return {"limits": asdict(Limits(max(PACK_TOKENS[device.type], files.max_length), files.max_length))}
     law = memory_law(files.config, files.dtype, None if files.head is None else len(files.head.classes))
-    chunk = models.settings.chunk_tokens or choose_chunk(law, budget, device)
+    chunk = models.settings.packs.chunk_tokens or choose_chunk(law, budget, device)
     limits = draft_limits(law, budget=budget, device=device, chunk_tokens=chunk, queries=1, all_layers=False)
     if before is not None and before["limits"]["max_tokens"] <= limits.max_tokens:
         return dict(before)
@@ -223,7 +226,7 @@ class Reader(Protocol):
 def readers_of(scorer: ModelScorer) -> dict[int, tuple[str, Reader]]:
     """Return the names and readers of `--first` and `--compute` by their layers: the last is that before the first
     layer."""
-    names, own = scorer.settings.chain, iter(range(len(scorer.inputs.opened.small)))
+    names, own = scorer.settings.exits.chain, iter(range(len(scorer.inputs.opened.small)))
     return {
         BEFORE - len(names) + 1 + place: (
             name,
@@ -278,7 +281,7 @@ class FirstReader:
         self.small = scorer.inputs.opened.small[number]
         self._prompts = FirstPrompts(scorer.inputs.opened, self.small, scorer.inputs.labels, scorer.settings)
         self._workers = scorer.pool.remote
-        self._models: FirstModels | None = scorer.beside.get("first")
+        self._models: FirstModels | None = scorer.models.beside.get("first")
         self._number = number
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:

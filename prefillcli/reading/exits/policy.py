@@ -26,18 +26,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.open import WORDS
+from prefillcli.reading.exits.findings import ExitFindings, FlipsOf
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.rows.records import BEFORE
+from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
-    from prefillcli.core.run import Run
+    from prefillcli.core.inputs import Inputs
     from prefillcli.models.open import Opened
     from prefillcli.prompts.labels import Labels
-
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 
 class Probe:
@@ -141,13 +141,8 @@ def relative(logits: Float64Array) -> Float64Array:
 def lens_features(readings: Readings) -> Float64Array:
     """Return SpecEE's features [rows, 3 * labels]: label logits, softmax among the labels, and its change in the
     layer."""
-    shares = _softmax(readings.logits)
-    return np.concatenate([readings.logits, shares, shares - _softmax(readings.before)], axis=1)
-
-
-def _softmax(logits: Float64Array) -> Float64Array:
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=1, keepdims=True), np.float64)
+    shares = label_probabilities(readings.logits)
+    return np.concatenate([readings.logits, shares, shares - label_probabilities(readings.before)], axis=1)
 
 
 def _array(written: Any) -> Float32Array:
@@ -187,8 +182,6 @@ _NEAR = 1.25
 KNOWS: Final = 0.95
 _DECAY = 1e-3  # of the network's weights
 _STEPS = 60  # of L-BFGS
-
-IntArray = npt.NDArray[np.int64]
 
 
 class FittedProbe(NamedTuple):
@@ -230,7 +223,7 @@ def fit_affine(readings: Readings, target: Float64Array, seed: int = 0) -> Fitte
     """Fit relative logits `target` [rows, labels] to relative label logits by least squares."""
     lens = np.column_stack([relative(readings.logits), np.ones(len(target))])
 
-    def solve(rows: IntArray) -> Float64Array:
+    def solve(rows: Int64Array) -> Float64Array:
         return np.asarray(np.linalg.lstsq(lens[rows], target[rows], rcond=1e-9)[0], dtype=np.float64)
 
     held_out = _folded(target, seed, lambda rows, rest: lens[rest] @ solve(rows))
@@ -242,7 +235,7 @@ def fit_mlp(readings: Readings, target: Float64Array, seed: int = 0) -> FittedPr
     """Fit a network of SpecEE's size from its features to relative logits `target` [rows, labels], by L-BFGS."""
     features = lens_features(readings)
 
-    def predict(rows: IntArray, rest: IntArray) -> Float64Array:
+    def predict(rows: Int64Array, rest: Int64Array) -> Float64Array:
         held = Readings(readings.hidden[rest], readings.logits[rest], readings.before[rest])
         return _trained(features[rows], target[rows], seed).logits(held)
 
@@ -264,7 +257,9 @@ def margin_error(off: Float64Array) -> float:
     return float(np.sqrt(2 * np.mean(off**2) * labels / (labels - 1)))  # the errors of a row's labels add up to 0
 
 
-def _folded(target: Float64Array, seed: int, predict: Callable[[IntArray, IntArray], Float64Array]) -> Float64Array:
+def _folded(
+    target: Float64Array, seed: int, predict: Callable[[Int64Array, Int64Array], Float64Array]
+) -> Float64Array:
     # Predictions for all rows by `predict(rows to fit, rows left out)`; each row is left out once.
     order = np.random.default_rng(seed).permutation(len(target))
     found = np.zeros_like(target)
@@ -437,96 +432,6 @@ def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
 # The file of a job's exits, which a later job with the same model, labels and prompts may use again.
 
 
-# The rows whose flips are bounded: those of each label, or all rows together.
-FlipsOf = Literal["each", "all"]
-ALL_ROWS: Final = "all rows"  # the name of the only class where the flips of all rows are bounded together
-
-
-# Findings of a calibration of exits, as reports and profiles hold them.
-
-
-class _Finding(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class JudgedLabel(_Finding):
-    """Calibration rows that get one label when they are read in full, or all rows, in the form of reports."""
-
-    label: str
-    fitted: int  # rows that the probes were fitted to
-    judged: int  # other rows, which the thresholds were tested on
-    flips: int  # of the judged ones, at the thresholds in use
-    bound: float  # exact upper bound of the flip rate, at the report's confidence; 1 where nothing is proven
-    rows_needed: int  # judged rows that prove the bound if none flips
-
-    @property
-    def proven(self) -> bool:
-        """True if anything is proven of the label."""
-        return self.judged >= self.rows_needed and self.bound < 1
-
-
-class ClassFinding(JudgedLabel):
-    """The same rows with the test of their levels."""
-
-    level: float | None  # the lowest level that passed; None: no level did, and no other label may leave early
-    levels_passed: int  # of those that were tried
-
-
-class ExitFinding(_Finding):
-    """An exit layer, numbered from 0, and the quality of its probe.
-
-    `correlation` is that of predicted and final margins of left-out rows, and `errors` are the roots of the mean
-    squared error of a margin by kind of probe. `thresholds` are by label, None where rows with that label stay.
-    `leaving` is the share of the judged rows that leave here.
-    """
-
-    layer: int
-    probe: str
-    correlation: float
-    errors: dict[str, float]
-    thresholds: tuple[float | None, ...]
-    peek: bool
-    leaving: float
-
-
-class GainPoint(_Finding):
-    """An estimate of the judged rows' exits at one level for all labels. It proves nothing."""
-
-    leaving: float  # share of the rows
-    flip_rate: float
-    gain: float
-
-
-class TradePoint(GainPoint):
-    """The same with the level, and the flip rates by label that the full read gives; None without such rows."""
-
-    level: float
-    flip_rates: tuple[float | None, ...]
-
-
-class ExitFindings(_Finding):
-    """All that a calibration of exits found.
-
-    `reason` explains why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
-    through, and `gain` the cost of reading in full divided by the cost with exits, for tokens that a row does not
-    share.
-    """
-
-    max_flips: float
-    confidence: float
-    seed: int
-    fitted: int
-    judged: int
-    dropped: int = 0  # rows with values that are not finite
-    classes: tuple[ClassFinding, ...] = ()
-    candidates: tuple[int, ...] = ()  # layers from which exits were chosen
-    exits: tuple[ExitFinding, ...] = ()
-    layers: float | None = None
-    gain: float | None = None
-    curve: tuple[TradePoint, ...] = ()
-    reason: str | None = None
-
-
 SCHEMA_VERSION: Final = 2
 _AGAIN = "make one with prefill score --exit: it is written beside the report"
 
@@ -608,13 +513,13 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
         raise UsageError(f"--exit-profile {path}: {reason}\n{_AGAIN}") from None
 
 
-def require_same_job(profile: ExitProfile, path: str, job: Mapping[str, Any]) -> None:
+def require_same_job(profile: ExitProfile, path: str | None, job: Mapping[str, Any]) -> None:
     """Raise UsageError if a profile is of another model, prompt or labels than a `job`, or proves less than it asks.
 
     The job has `model`, `prompt`, `layers`, `max_flips` and `flips_of`, as profiles do, and the identities of its
     `questions` (`identity_of`).
     """
-    shown = without_secrets(path)
+    shown = without_secrets(path or "")
     own = [
         {name: getattr(each, name) for name in ("question", "labels", "label_tokens")} for each in profile.questions
     ]
@@ -637,8 +542,8 @@ def require_same_job(profile: ExitProfile, path: str, job: Mapping[str, Any]) ->
         )
     if profile.flips_of != job["flips_of"]:
         raise UsageError(
-            f"--exit-profile {shown}: it was learnt with --flips-of {profile.flips_of}, not {job['flips_of']}\n"
-            f"give --flips-of {profile.flips_of}, or leave the profile out"
+            f"--exit-profile {shown}: it was learnt with flips_of={profile.flips_of}, not {job['flips_of']}\n"
+            f"give --set flips_of={profile.flips_of}, or leave the profile out"
         )
     if profile.max_flips > job["max_flips"]:
         raise UsageError(
@@ -660,29 +565,28 @@ def exit_profile_at(path: str) -> ExitProfile:
     profile = exit_profile_of(content, without_secrets(path))
     if not sealed:  # the bound on flips rests on it
         raise UsageError(
-            f"--exit-profile {without_secrets(path)}: it has no checksum: an older version of prefill or another "
-            f"program wrote it\n{AGAIN}"
+            f"--exit-profile {without_secrets(path)}: it has no checksum: another program wrote it\n{AGAIN}"
         )
     return profile
 
 
-def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
-    """Return the identity of a job for the exits that it learns, by its fingerprint: a job that uses them again must
-    have the same. `read_as` states how prompts are read otherwise."""
-    digests = run.report.fingerprint
+def job_of_exits(inputs: Inputs, digests: Mapping[str, str], read_as: Sequence[Any]) -> dict[str, Any]:
+    """Return the identity of a job for the exits that it learns, by the `digests` of its fingerprint: a job that uses
+    them again must have the same. `read_as` states how prompts are read otherwise."""
+    settings = inputs.settings
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept = list(read_as)
-    named = (WORDS, run.settings.narrow)  # a first model is identified by its contents
-    first = [name if name in named else "first" for name in run.settings.chain]
+    named = (WORDS, settings.exits.narrow)  # a first model is identified by its contents
+    first = [name if name in named else "first" for name in settings.exits.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *first]),
-        "layers": run.inputs.opened.files.config.get_text_config().num_hidden_layers,
-        "max_flips": run.settings.max_flips,
-        "flips_of": run.settings.flips_of,
-        "questions": [identity_of(each) for each in run.inputs.labels.asked],
+        "layers": inputs.opened.files.config.get_text_config().num_hidden_layers,
+        "max_flips": settings.flips.max_flips,
+        "flips_of": settings.exits.flips_of,
+        "questions": [identity_of(each) for each in inputs.labels.asked],
     }
 
 

@@ -25,19 +25,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from prefillcli.core.request import Tick
-from prefillcli.reading.exits.first import FirstReading, readings_of
-from prefillcli.reading.exits.learning import SEED, ExitLearning, ExitUse, JobExits, RareUse, UsedExit
+from prefillcli.reading.exits.findings import ExitFindings
+from prefillcli.reading.exits.first import FirstReading, Reader, readings_of
+from prefillcli.reading.exits.full_rows import FullRows
+from prefillcli.reading.exits.learning import SEED, Lesson
 from prefillcli.reading.exits.policy import (
     AffineProbe,
-    ExitFindings,
     ExitLayer,
     ExitPolicy,
     ExitProfile,
@@ -47,10 +47,10 @@ from prefillcli.reading.exits.policy import (
     identity_of,
     job_of_exits,
 )
-from prefillcli.rows.records import BEFORE, Int64Array, Prompt, ScoredRow
-
-BoolArray = npt.NDArray[np.bool_]
-Float64Array = npt.NDArray[np.float64]
+from prefillcli.reading.exits.report import ExitUse, QuestionExits, RareUse, UsedExit, state_of
+from prefillcli.rows.output import ANSWER
+from prefillcli.rows.records import BEFORE, Prompt
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
 
 _BINS: Final = 64  # of at least this many rows each; 32 further edges lie closer together the higher the scores
 _TOP: Final = 60  # rows of the highest bin
@@ -305,34 +305,31 @@ def rows_to_fit(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RareLearning(ExitLearning):
-    """Finds the rows that the first model decides, once, as `ExitLearning` does exits."""
+class RareLearning:
+    """Finds the rows that the first model decides, as an exit before the first layer. It is a `Learning`."""
 
-    def exits(self) -> JobExits:
-        """Return the decisions, as an exit before the first layer."""
-        found = ExitLearning.exits(self)
-        name, reader = self.first[BEFORE]
-        leads = np.frombuffer(self.run.sink.work.read_bytes(SCORES), "<f4")
-        remembered = Remembered(self._rows(), leads, reader.tokens, reader.seconds)
-        return replace(found, first={BEFORE: (name, remembered)}, first_seconds={BEFORE: reader.seconds})
+    rows: FullRows
+    read_as: Sequence[Any] = ()
 
-    def _stored(self) -> tuple[ExitProfile, list[ScoredRow]] | None:
-        found = ExitLearning._stored(self)
-        if found is None:
-            return None
+    def readers(self) -> Mapping[int, tuple[str, Reader]]:
+        name, reader = self.rows.first[BEFORE]
+        leads = np.frombuffer(self.rows.run.sink.work.read_bytes(SCORES), "<f4")
+        return {BEFORE: (name, Remembered(self.rows.numbers(), leads, reader.tokens, reader.seconds))}
+
+    def keeps(self, use: ExitUse) -> bool:
         try:
-            data = self.run.sink.work.read_bytes(SCORES)
+            data = self.rows.run.sink.work.read_bytes(SCORES)
         except FileNotFoundError:
             data = b""
-        same = self.run.sink.plan["exits"]["use"]["rare"]["digest"] == hashlib.sha256(data).hexdigest()
-        return found if same else None
+        return use.rare is not None and use.rare.digest == hashlib.sha256(data).hexdigest()
 
-    def _learn(self) -> tuple[ExitProfile, list[ScoredRow], ExitUse]:
-        settings, names, numbers = self.run.settings, self.run.inputs.labels.names, self._rows()
-        depth: int = self.run.inputs.opened.files.config.get_text_config().num_hidden_layers
+    def learn(self) -> Lesson:
+        inputs, settings, numbers = self.rows.run.inputs, self.rows.run.settings, self.rows.numbers()
+        names = inputs.labels.names
+        depth: int = inputs.opened.files.config.get_text_config().num_hidden_layers
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
-        read = self._read(drawn, (), f"for {settings.exit_option}")
-        rows, first = read.of_part(0, len(names)), read.first_use(self.run.inputs.opened, self.first)
+        read = self.rows.read(drawn, (), f"for {settings.exits.exit_option}")
+        rows, first = read.of_part(0, len(names)), read.first_use(inputs.opened, self.rows.first)
         known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
         leads, probe = np.full(len(numbers), math.nan), None
         if read.answers and (able := rows.read_after(BEFORE)).sum() >= _FEWEST:
@@ -342,10 +339,10 @@ class RareLearning(ExitLearning):
             leads[known[able]] = (
                 held_out[:, 0] - held_out[:, 1]
             )  # as the probe would predict rows that it has not seen
-        apart = replace(self, first={})
+        apart = replace(self.rows, first={})
 
         def ask(places: Int64Array) -> BoolArray:
-            more = apart._read(numbers[places], (), "as the first model's scores ask for them")
+            more = apart.read(numbers[places], (), "as the first model's scores ask for them")
             read.add(more)
             answers = {
                 question.prompt.row: answer.logprobs.argmax() == 0
@@ -354,17 +351,23 @@ class RareLearning(ExitLearning):
             return np.array([answers.get(row, False) for row in numbers[places].tolist()], np.bool_)
 
         search = Search(
-            leads, known, rows.truth == 0, ask, recall=settings.recall, precision=settings.precision, seed=SEED
+            leads,
+            known,
+            rows.truth == 0,
+            ask,
+            recall=settings.exits.recall,
+            precision=settings.exits.precision,
+            seed=SEED,
         )
         cuts = search.cuts()
         leads[known], leads[search.drawn] = math.nan, math.nan
         decided = _decided(leads, cuts)
         data = decided.astype("<f4").tobytes()
-        self.run.sink.work.put_bytes(SCORES, data)
+        self.rows.run.sink.work.put_bytes(SCORES, data)
         rare = RareUse(
             label=names[0],
-            recall=settings.recall,
-            precision=settings.precision,
+            recall=settings.exits.recall,
+            precision=settings.exits.precision,
             below=cuts.low if math.isfinite(cuts.low) else None,
             above=cuts.high if math.isfinite(cuts.high) else None,
             sampled=len(search.drawn),
@@ -374,9 +377,9 @@ class RareLearning(ExitLearning):
         )
         share = (rare.refused + rare.accepted) / max(len(numbers), 1)
         reason = None if share else "too few rows would be spared by what the rows that were read prove"
-        scored = self._counted(read)
+        scored = self.rows.counted(read)
         findings = ExitFindings(
-            max_flips=settings.max_flips,
+            max_flips=settings.flips.max_flips,
             confidence=0.95,
             seed=SEED,
             fitted=len(known),
@@ -385,37 +388,43 @@ class RareLearning(ExitLearning):
         )
         as_read = AffineProbe(np.eye(2, dtype=np.float32), np.zeros(2, np.float32))
         policy = ExitPolicy((ExitLayer(BEFORE, as_read, (0.0, 0.0), peek=False),))
-        learnt = LearntExits(**identity_of(self.run.inputs.labels), exits=policy.to_json(), findings=findings)
-        profile = ExitProfile(**job_of_exits(self.run, self.read_as) | {"questions": [learnt]})
+        learnt = LearntExits(**identity_of(inputs.labels), exits=policy.to_json(), findings=findings)
+        profile = ExitProfile(
+            **job_of_exits(inputs, self.rows.run.report.fingerprint, self.read_as) | {"questions": [learnt]}
+        )
         used = UsedExit(
             layer=BEFORE + 1, probe="" if probe is None else probe.kind, peek=False, thresholds={}, expected=share
         )
-        use = ExitUse(
+        own = QuestionExits(
             status="calibrated" if reason is None else "none",
             reason=reason,
+            layers=[used] if reason is None else [],
+        )
+        use = ExitUse(
+            **state_of({ANSWER: own}),
             max_flips=None,
             model_layers=depth,
             calibration_rows=len(read.answers),
             learnt_rows=len(scored),
             first=first,
-            layers=[used] if reason is None else [],
             rare=rare,
+            questions={learnt.question or ANSWER: own},
         )
-        return profile, scored, use
+        return Lesson(profile, scored, use)
 
     @property
     def _count(self) -> int:
-        rows = len(self._rows())
-        return int(min(self.run.settings.exit_rows or rows_to_fit(rows), rows // 2))
+        rows = len(self.rows.numbers())
+        return int(min(self.rows.run.settings.exits.exit_rows or rows_to_fit(rows), rows // 2))
 
     def _leads(self, probe: Probe, numbers: Int64Array) -> Float64Array:
-        # The lead of the first label over the other, for all rows of the job, as the first model foretells it.
-        leads, reader = np.full(len(numbers), math.nan), self.first[BEFORE][1]
-        for prompts in self._prompts(numbers):
-            able = [prompt for prompt in prompts if len(prompt.tokens) <= self.engine.limits.max_tokens]
+        # The lead of the first label over the other, for all rows of the job, as the first model predicts it.
+        leads, reader = np.full(len(numbers), math.nan), self.rows.first[BEFORE][1]
+        for prompts in self.rows.prompts(numbers):
+            able = [prompt for prompt in prompts if len(prompt.tokens) <= self.rows.engine.limits.max_tokens]
             for at in range(0, len(able), reader.block):
                 asked = able[at : at + reader.block]
-                found = zip(asked, reader.read(asked, self.run.tick), strict=True)
+                found = zip(asked, reader.read(asked, self.rows.run.tick), strict=True)
                 own = [(prompt.row, each) for prompt, each in found if each is not None]
                 if own:
                     logits = probe.logits(readings_of([each for _, each in own]))

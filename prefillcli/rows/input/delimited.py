@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from prefillcli.rows.records import MAX_LEFT_BYTES, BadLine, ErrorCode, RowError, row_too_large
+from prefillcli.rows.input.selection import MAX_LEFT_BYTES
+from prefillcli.rows.records import BadLine, ErrorCode, RowError, row_too_large
 
 _PIECE = 1 << 18  # bytes of a record that is too large
 LINE_ENDS = b"\r\n"

@@ -16,20 +16,17 @@ import pyarrow.parquet as pq
 from prefillcli.errors import UsageError
 from prefillcli.rows.filesystems import reading
 from prefillcli.rows.input.discovery import InputFile, Partitions
-from prefillcli.rows.proof import JOB_KEY, require_same
-from prefillcli.rows.records import (
+from prefillcli.rows.input.selection import (
     BATCH_BYTES,
     BATCH_ROWS,
-    MAX_ROW_BYTES,
     ColumnChoice,
-    RowBatch,
     Selection,
-    is_text,
-    plain_column,
-    plain_type,
     require_columns,
     row_batches,
 )
+from prefillcli.rows.proof import JOB_KEY, require_same
+from prefillcli.rows.records import MAX_ROW_BYTES, RowBatch
+from prefillcli.rows.values import is_text, plain_column, plain_type
 from prefillcli.runtime.clock import Expected
 
 _MAGIC_BYTES = 4  # before the first page

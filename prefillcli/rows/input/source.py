@@ -27,26 +27,21 @@ from prefillcli.rows.input.csv_head import BOM, HEAD_BYTES, CsvRules, head_of, n
 from prefillcli.rows.input.delimited import line_numbers
 from prefillcli.rows.input.discovery import InputFile, Partitions, discover
 from prefillcli.rows.input.parquet import ParquetFiles
-from prefillcli.rows.proof import FileContents, require_same
-from prefillcli.rows.records import (
+from prefillcli.rows.input.selection import (
     BATCH_BYTES,
     BATCH_ROWS,
     MAX_LEFT_BYTES,
-    MAX_ROW_BYTES,
-    BadLine,
     ColumnChoice,
-    ErrorCode,
-    Int64Array,
-    RowBatch,
-    RowError,
     Sampling,
     Selection,
     require_columns,
     row_batches,
-    row_too_large,
-    without_nulls,
 )
+from prefillcli.rows.proof import FileContents, require_same
+from prefillcli.rows.records import MAX_ROW_BYTES, BadLine, ErrorCode, RowBatch, RowError, row_too_large
+from prefillcli.rows.values import without_nulls
 from prefillcli.runtime.clock import Expected
+from prefillcli.stats.arrays import Int64Array
 
 
 class Source:
@@ -330,6 +325,7 @@ class LineInput:
         self._stream: _Stream | None = None  # while lines are read
         self._buffer: io.BufferedReader | None = None
         self._blank = 0  # lines before this one
+        self._returns = False  # whether lines end with carriage returns, which are given as line feeds
 
     @property
     def size(self) -> int:
@@ -378,7 +374,7 @@ class LineInput:
             raw: Any = io.FileIO(found.inner)
         else:
             raw = found.filesystem.open(found.inner, "rb", block_size=_REMOTE_BLOCK)
-        self._stream = _Stream(raw, found.codec)
+        self._stream = _Stream(raw, found.codec, self._returns)
         self._buffer = io.BufferedReader(self._stream, _BLOCK)
         return self._buffer
 
@@ -417,7 +413,7 @@ class CsvInput(LineInput):
         whole = len(start) < HEAD_BYTES
         refuse_other_content(found.path, found.kind, start)
         self._head = head_of(found.path, found.kind, start, whole=whole, rules=rules)
-        self.names = self._head.names
+        self.names, self._returns = self._head.names, self._head.returns
         self._last = self._head.fields[-1] if self.names else None
 
     def parse(self, line: bytes | BadLine) -> dict[str, Any] | BadLine:
@@ -456,21 +452,14 @@ class CsvInput(LineInput):
     def _skip_blanks_of(self, file: io.BufferedReader) -> Callable[[], int]:
         return lambda: self._skip_blanks(file)
 
-    def _open(self) -> io.BufferedReader:
-        buffer = super()._open()
-        if self._stream is not None and hasattr(self, "_head"):
-            self._stream.returns = self._head.returns
-        return buffer
-
 
 class _Stream(io.RawIOBase):
     """The content of a file, and how much of the file it takes."""
 
-    def __init__(self, file: Any, codec: str | None) -> None:
+    def __init__(self, file: Any, codec: str | None, returns: bool) -> None:
         self.taken = 0
         """Bytes of the content so far."""
-        self.returns = False
-        """Whether lines end with carriage returns, which are given as line feeds."""
+        self._returns = returns
         self._file = file
         self._content = file if codec is None else pa.CompressedInputStream(_Pieces(file), codec)
 
@@ -484,7 +473,7 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         content = self._content.read(len(buffer))
-        if self.returns:
+        if self._returns:
             content = bytes(content).replace(b"\r", b"\n")
         buffer[: len(content)] = content
         self.taken += len(content)

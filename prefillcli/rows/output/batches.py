@@ -6,12 +6,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from prefillcli.rows.output.decisions import first_probability, response_of
-from prefillcli.rows.records import encode_json
+from prefillcli.rows.records import TokenText
+from prefillcli.rows.values import encode_json
 
 URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
 BARE = ("model", "input", "state", "questions")  # those of rows that are bodies themselves
@@ -32,6 +34,15 @@ LINE = pa.schema([(name, pa.string()) for name in ("id", "custom_id", "response"
 JSON_COLUMNS = ("custom_id", "response", "error")
 
 
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """How the answers to requests are written: as lines with responses, or as columns beside the requests."""
+
+    lines: bool = True
+    model: str = ""  # named in the response to a request that names none
+    text_of: Callable[[int], TokenText] | None = None  # of a token among the likeliest ones; None where none are asked
+
+
 def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
     """Return how many of the likeliest tokens a valid body asks for; None: it asks for no log-probabilities."""
     given = body.get("logprobs")
@@ -40,9 +51,9 @@ def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
     return (body.get("top_logprobs") or 0) if given else None
 
 
-def lines_of(rows: pa.Table, row: str, id_name: str, served: str = "") -> pa.Table:
+def lines_of(rows: pa.Table, row: str, id_name: str, model: str = "") -> pa.Table:
     """Return the lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids.
-    `served` is the model's name in the response to a body that names none."""
+    `model` is named in the response to a body that names none."""
     created = int(time.time())
     answered = next(name for name in _MAKES if name in rows.column_names)
     columns = [row, answered, "prompt_tokens", "shared_tokens", "error", "error_detail"]
@@ -59,7 +70,7 @@ def lines_of(rows: pa.Table, row: str, id_name: str, served: str = "") -> pa.Tab
         else:
             told = {name: json.loads(text) for name, text in texts.items() if text is not None}
             url, body = told.get(URL, ""), told.get(BODY, told)
-            body = body if body.get("model") is not None else body | {"model": served}
+            body = body if body.get("model") is not None else body | {"model": model}
             done = _MAKES[answered](number, created, url, body, answer, tokens, shared)
             response = encode_json({"status_code": 200, "request_id": f"req_{number}", "body": done})
         made.append((f"batch_req_{number}", own, response, error))

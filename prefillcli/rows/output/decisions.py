@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.stats.confidence import Float64Array, choice_confidence, score_confidence
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.confidence import choice_confidence, score_confidence
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"  # the paths of OpenAI's API and of TypeSafe's
 

@@ -26,11 +26,14 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief, run_again
-from prefillcli.rows.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, ResultRows
+from prefillcli.rows.output.columns import DIGEST, ROW, TAKEN_OVER, ResultRows
 from prefillcli.rows.output.store import Store
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.output.target import Job, write_parquet
 from prefillcli.rows.proof import JOB_KEY, require_seal
-from prefillcli.rows.records import Int64Array, Prompt, Window, id_texts, to_python
+from prefillcli.rows.records import Prompt, Window
+from prefillcli.rows.values import id_texts, to_python
+from prefillcli.stats.arrays import Int64Array
 
 NAME = "row-digests.bin"
 SIZE = 16  # bytes of a digest

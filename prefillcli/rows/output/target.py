@@ -9,14 +9,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
@@ -34,22 +33,23 @@ from prefillcli.rows.filesystems import (
 from prefillcli.rows.input.delimited import Delimited
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
-from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns, answers_of
-from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
+from prefillcli.rows.output.answers import AnswerColumns, answers_of
+from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Group, answer_columns
 from prefillcli.rows.output.store import Store, open_store, requesting
+from prefillcli.rows.output.tallies import Counts
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
-from prefillcli.rows.records import BadLine, as_json, encode_json, plain_texts, text_of
+from prefillcli.rows.records import BadLine
+from prefillcli.rows.values import as_json, encode_json, plain_texts
 from prefillcli.runtime import file_calls, log
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
 # The part of a fingerprint that names the meaning of the labels' numbers, where they are not shares.
 MEASURE = "measure"
-# The parts of a fingerprint that describe the answers to several questions, and mark an output with a row for each.
+# The part of a fingerprint that describes the answers to several questions.
 ANSWERS = "answers"
-QUESTION_ROWS = "question_rows"
 # The part of a fingerprint that marks an output with the lines of an OpenAI batch output.
-BATCH_FORMAT = "batch_format"
+FORMAT = "format"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Job:
     # The options `limit`, `sample` and `seed`, which choose the rows of the input.
     selection: dict[str, Any] = field(default_factory=dict)
     id_name: str | None = None  # the column with the ids; None where rows are identified by their number
-    asked: str = ""  # digest of the options that it was asked for with; empty if an earlier version began it
+    asked: str = ""  # digest of the options that it was asked for with
 
     @property
     def digest(self) -> str:
@@ -72,6 +72,25 @@ class Job:
     def answers(self) -> list[AnswerColumns]:
         """The columns with the answers to each of several questions; none where there is one."""
         return answers_of(self.fingerprint.get(ANSWERS, ""))
+
+    @property
+    def told(self) -> list[str]:
+        """The columns that tell the score of a row, which is that of its first question."""
+        return next((own.told for own in self.answers), ["score"])
+
+    def with_score(self, rows: pa.Table) -> pa.Table:
+        """Return rows of the output with the column `score`, by the columns `told`."""
+        for own in self.answers[:1]:
+            rows = own.with_answer(rows)
+            rows = rows.append_column("score", rows[own.column("score")])
+        return rows
+
+    @property
+    def types(self) -> dict[str, pa.DataType]:
+        """The types of the columns of named questions."""
+        every = (replace(own, groups=frozenset(get_args(Group))) for own in self.answers)
+        columns = [(own, column) for own in every for column in answer_columns(own)]
+        return {column.of_question(0, own).name: column.type for own, column in columns}
 
     def differing(self, other: Job) -> list[str]:
         """Return the parts in which two jobs differ, in the order of this one."""
@@ -85,8 +104,7 @@ class Job:
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Job:
         """Return the job of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        asked = str(content.get("asked", ""))
-        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"], asked)
+        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"], content["asked"])
         if content["schema_version"] != SCHEMA_VERSION or content["digest"] != job.digest:
             raise ValueError("another version, or another digest")
         return job
@@ -134,7 +152,7 @@ class Manifest:
             return None
         except (OSError, ValueError, AttributeError, TypeError, KeyError):
             raise DamagedFileError("it cannot be read") from None
-        if right is False or (right is None and version == SCHEMA_VERSION):
+        if not right:
             raise DamagedFileError("it is not what was written")
         if version != SCHEMA_VERSION:
             raise OutputConflictError(
@@ -307,9 +325,11 @@ class Target:
 
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of the output, whose ids are in the column `id_name`."""
-        counts = Counts()
-        for table in self.tables([*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]):
-            counts.add_rows(table, id_name=id_name)
+        job, counts = self._job() or Job({}), Counts()
+        first = next((own.prefix for own in job.answers), "")
+        names = [column.name for column in COLUMNS if column.counted and (column.part == "row" or not first)]
+        for table in self.tables([*names, *job.told, id_name or ROW_COLUMN]):
+            counts.add_rows(job.with_score(table), id_name=id_name, first=first)
         return counts
 
     def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
@@ -336,76 +356,11 @@ class Target:
 
 
 def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: Job | None) -> Iterator[pa.Table]:
-    """Yield these columns of a file of an output, piece by piece, with a row for each row of the input.
-
-    Where this job wrote a row for each question, the answers are found under the names of an output with columns for
-    them, and other columns are those of the first question. Raises as `FileFormat`'s reading.
-    """
-    if job is not None and BATCH_FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
+    """Yield these columns of a file of this job's output, piece by piece. Raises as `FileFormat`'s reading."""
+    if job is not None and FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
         yield from (batches.rows_of(lines, names, job.id_name or ROW_COLUMN) for lines in form.objects(file))
         return
-    if job is None or not (answers := job.answers):
-        yield from form.read(file, names)
-        return
-    by_row = QUESTION_ROWS in job.fingerprint
-    places = [_place(name, answers, by_row=by_row) for name in names]
-    apart = len(answers) if by_row else 1
-    rest = None
-    for table in form.read(file, list(dict.fromkeys(column for _, _, column in places))):
-        table = table if rest is None else pa.concat_tables([rest, table])
-        whole = len(table) - len(table) % apart
-        rest, columns = table.slice(whole), {}
-        each = (
-            [table.take(pa.array(np.arange(number, whole, apart))) for number in range(apart)] if by_row else [table]
-        )
-        for name, (number, meaning, column) in zip(names, places, strict=True) if whole else ():
-            read = each[number if by_row else 0]
-            if column not in read.column_names:
-                continue
-            found = read[column]
-            if meaning is not None:
-                own = answers[number]
-                found = own.values_of(meaning, _with_type(found, own, meaning, column, json_text=form.json_text))
-            columns[name] = found
-        if whole:
-            yield pa.table(columns)
-    if rest is not None and len(rest):
-        raise ValueError(f"its rows are not {apart} for each row of the input")
-
-
-_TYPED = ("", PROBABILITIES, CALIBRATED, "confidence")
-
-
-def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tuple[int, str | None, str]:
-    # Where an output has what a job of labels calls `name`: number of the question, meaning of its column, and column.
-    # Without a meaning it is no answer. The score and the prediction of a row are those of the first question.
-    full = f"{answers[0].name}.{name}" if name in ("score", "prediction") else name
-    question, _, meaning = full.partition(".")
-    number = next((at for at, own in enumerate(answers) if own.name == question), None)
-    of_label = f"{meaning.partition('_')[0]}_<label>" in COLUMN_TYPES
-    if number is None or not (meaning in _TYPED or meaning in COLUMN_TYPES or of_label):
-        return 0, None, name
-    own = answers[number]
-    return number, meaning, own.row_column(meaning) if by_row else own.column(own.source(meaning))
-
-
-def _with_type(
-    column: pa.ChunkedArray, own: AnswerColumns, meaning: str, name: str, *, json_text: bool
-) -> pa.ChunkedArray | pa.Array:
-    # An answer's column of JSON Lines or CSV with its own type. One of every output has it; probabilities stay text.
-    source = own.source(meaning)
-    if (
-        not pa.types.is_string(column.type)
-        or name in COLUMN_TYPES
-        or source in (PROBABILITIES, CALIBRATED)
-        or (source == "" != meaning)
-    ):
-        return column
-    kind = COLUMN_TYPES.get(source, pa.string() if source == "" and own.type == "choice" else pa.float64())
-    texts = column.to_pylist()
-    if kind == pa.string():
-        return pa.array([None if text is None else text_of(text) for text in texts], kind) if json_text else column
-    return pa.array([None if text is None else json.loads(text) for text in texts], kind)
+    yield from form.read(file, names, COLUMN_TYPES if job is None else COLUMN_TYPES | job.types)
 
 
 def is_partition(folder: str) -> bool:
@@ -465,16 +420,19 @@ class JsonlFormat:
         if rest:
             raise ValueError("the last line has no end")
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, file: IO[bytes], names: Sequence[str], types: Mapping[str, pa.DataType] = COLUMN_TYPES
+    ) -> Iterator[pa.Table]:
         for rows in self.objects(file):
             columns = {}
             for name in names:
                 values = [row[name] for row in rows]
-                kind = COLUMN_TYPES.get(name, pa.string())
-                if name not in COLUMN_TYPES:
+                kind = types.get(name, pa.string())
+                if name not in types:
                     values = [None if value is None else encode_json(value) for value in values]
                 elif kind == pa.string() and any(isinstance(value, int) for value in values):
-                    kind = pa.int64()  # predictions are numbers where rows have their own choices
+                    # Choices are booleans if all options are; predictions are numbers where rows have their own.
+                    kind = pa.bool_() if any(isinstance(value, bool) for value in values) else pa.int64()
                 columns[name] = pa.array(values, kind)
             yield pa.table(columns)
 
@@ -531,13 +489,15 @@ class CsvFormat:
         quoted = not text or self._special.search(text)
         return '"' + text.replace('"', '""') + '"' if quoted else text
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+    def read(
+        self, file: IO[bytes], names: Sequence[str], types: Mapping[str, pa.DataType] = COLUMN_TYPES
+    ) -> Iterator[pa.Table]:
         form = Delimited(self.delimiter, quotes=self._quotes)
         records = form.records(file, sys.maxsize - 2, {}, lambda: 0)
         header = self._fields(form, next(records, b""))
         # Predictions are numbers where rows have their own choices.
         numbered = {"prediction": pa.int64(), "audit_prediction": pa.int64()} if "prediction_text" in header else {}
-        kinds = {name: (COLUMN_TYPES | numbered).get(name, pa.string()) for name in names}
+        kinds = {name: ({**types} | numbered).get(name, pa.string()) for name in names}
         places = [header.index(name if self._quotes else _in_tsv(name)) for name in kinds]
         while rows := [self._fields(form, record) for record in islice(records, _READ_ROWS)]:
             if any(len(row) != len(header) for row in rows):
@@ -591,8 +551,11 @@ class ParquetFormat:
         """
         return write_parquet(file, schema, tables)
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
+    def read(
+        self, file: IO[bytes], names: Sequence[str], types: Mapping[str, pa.DataType] = COLUMN_TYPES
+    ) -> Iterator[pa.Table]:
+        """Yield some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text.
+        Formats without types of their own have these `types`."""
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         footer = Footer.check(parquet.metadata, file.seek(0, io.SEEK_END))
         footer.require(names)

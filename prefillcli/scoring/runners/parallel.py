@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened, with_small
-from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.engines import ENGINES
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime.signals import Stop
 from prefillcli.scoring.runners.pool import Cost, Crew, Pool, WorkerSpec
@@ -26,26 +26,26 @@ class RunnerKind:
     """A runner by name. `crew` makes its workers, none of them started. Raises UsageError or ResourceError."""
 
     name: str
-    crew: Callable[[ScoreSettings, Opened], Crew]
+    crew: Callable[[JobSettings, Opened], Crew]
 
 
-def _local(settings: ScoreSettings, opened: Opened) -> Crew:
+def _local(settings: JobSettings, opened: Opened) -> Crew:
     from prefillcli.scoring.runners.processes import ProcessCrew, usable_devices
 
     device = opened.device.type if opened.device is not None else "cpu"
     devices = usable_devices(device)
-    if devices is not None and settings.workers > devices:
+    if devices is not None and settings.processes.workers > devices:
         raise UsageError(
-            f"--workers {settings.workers}: this machine has {devices} CUDA devices, one for each worker\n"
+            f"--workers {settings.processes.workers}: this machine has {devices} CUDA devices, one for each worker\n"
             f"take --workers {devices}, or --device cpu"
         )
     if devices is not None and opened.device.index is not None:
-        raise UsageError(f"--device {settings.device}: each worker has its own device\ntake --device cuda")
-    threads = None if settings.threads == "auto" else settings.threads
-    return ProcessCrew(settings.workers, device=device, engine=settings.engine, threads=threads)
+        raise UsageError(f"--device {settings.lm.device}: each worker has its own device\ntake --device cuda")
+    threads = None if settings.lm.threads == "auto" else settings.lm.threads
+    return ProcessCrew(settings.processes.workers, device=device, engine=settings.engine.engine, threads=threads)
 
 
-def _ray(settings: ScoreSettings, opened: Opened) -> Crew:
+def _ray(settings: JobSettings, opened: Opened) -> Crew:
     from prefillcli.scoring.runners.ray import RayCrew
 
     return RayCrew(settings, opened)
@@ -59,7 +59,7 @@ PACK_SHARE = 1 / 4
 
 
 def start_pool(
-    settings: ScoreSettings,
+    settings: JobSettings,
     opened: Opened,
     stop: Stop,
     *,
@@ -74,12 +74,12 @@ def start_pool(
     from prefillcli.models.law import PACK_TOKENS
 
     kind = opened.device.type if opened.device is not None else "cpu"
-    crew = RUNNERS[settings.runner].crew(settings, opened)
+    crew = RUNNERS[settings.processes.runner].crew(settings, opened)
     folders: dict[str, Any] = {"model": str(opened.files.origin), "revision": None}
     folders |= with_small(settings, [str(each.files.origin) for each in opened.small])
     spec = WorkerSpec(
         number=0,
-        settings=settings.model_copy(update=folders),
+        settings=settings.with_options(folders),
         share=1.0 if kind == "cuda" else 1 / crew.size,
         plan=before,
         measured=profile,
@@ -88,8 +88,8 @@ def start_pool(
     )
     pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
     try:
-        tokens = None if settings.pack_tokens else int(PACK_TOKENS[kind] * PACK_SHARE)
-        pool.begin(plans="packs" in ENGINES[settings.engine].can, pack_tokens=tokens)
+        tokens = None if settings.packs.pack_tokens else int(PACK_TOKENS[kind] * PACK_SHARE)
+        pool.begin(plans="packs" in ENGINES[settings.engine.engine].can, pack_tokens=tokens)
     except BaseException:
         pool.close()
         raise

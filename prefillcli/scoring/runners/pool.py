@@ -15,7 +15,7 @@ from prefillcli.core.request import plan_requests
 from prefillcli.engines.base import PLAIN, Answer, PoolUse, Treatment, WeightsReport, WorkerReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource, run_again
-from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import FreePack, Key, Limits, Pack, free_packs, groups_of
 from prefillcli.plan.plan import Plan
@@ -43,7 +43,7 @@ class WorkerSpec:
     """
 
     number: int
-    settings: ScoreSettings
+    settings: JobSettings
     share: float = 1.0
     plan: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = False
@@ -54,7 +54,7 @@ class WorkerSpec:
     def log(self) -> AbstractContextManager[None]:
         """Send messages of the worker, inside the block, to the log of the job's run."""
         own = self.settings
-        return log_of(own.run_id or "", json_lines=own.log_format == "json", worker=self.number)
+        return log_of(own.log.run_id or "", json_lines=own.log.log_format == "json", worker=self.number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class ProcessCrew:
         self._end(spec.number)
         here, there = self._context.Pipe()
         cores, changes, environment = self._place(spec.number)
-        spec = replace(spec, settings=spec.settings.model_copy(update=changes))
+        spec = replace(spec, settings=spec.settings.with_options(changes))
         # A fork of a server that has imported torch and computed nothing: it starts at once, and does not hang.
         self._context.set_forkserver_preload(_PRELOADED)
         process = self._context.Process(

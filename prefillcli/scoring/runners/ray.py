@@ -18,7 +18,7 @@ from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.models.open import Opened, small_models, with_small
-from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.settings import JobSettings
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import allowed
 from prefillcli.runtime.extras import require_extra
@@ -206,20 +206,20 @@ class RayCrew:
 
     digests_needed = True
 
-    def __init__(self, settings: ScoreSettings, opened: Opened) -> None:
-        device = settings.device
+    def __init__(self, settings: JobSettings, opened: Opened) -> None:
+        device = settings.lm.device
         if device.startswith("cuda:"):
             raise UsageError(f"--device {device}: Ray gives each worker its own device\ntake --device cuda")
-        self.size = settings.workers
+        self.size = settings.processes.workers
         self._cluster = RayCluster(
-            settings.ray_address,
-            settings.worker_resources,
-            workers=settings.workers,
+            settings.processes.ray_address,
+            settings.processes.worker_resources,
+            workers=settings.processes.workers,
             device=device,
-            quiet=settings.quiet,
+            quiet=settings.run.quiet,
         )
-        self._patience = settings.ray_timeout
-        self._quiet = settings.quiet
+        self._patience = settings.processes.ray_timeout
+        self._quiet = settings.run.quiet
         self._actors: dict[int, _Actor] = {}
         self._told: set[int] = set()  # workers whose lack of room was reported
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -282,10 +282,10 @@ class RayCrew:
     def _anywhere(self, spec: WorkerSpec) -> WorkerSpec:
         """Return the same for a worker on another machine: with whole paths."""
         settings = spec.settings
-        changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model)}
+        changes: dict[str, Any] = {"model": settings.lm.model and os.path.abspath(settings.lm.model)}
         changes |= with_small(settings, [os.path.abspath(name) for name in small_models(settings)[1]])
         digests = {os.path.abspath(folder): digest for folder, digest in spec.digests.items()}
-        return replace(spec, settings=settings.model_copy(update=changes), digests=digests)
+        return replace(spec, settings=settings.with_options(changes), digests=digests)
 
     def _send(self, worker: int, task: Task) -> None:
         actor = self._actors.get(worker)
@@ -359,7 +359,7 @@ class RayCrew:
             self._kill(waiting[0].number)
             raise ResourceError(
                 f"Ray has had no room for a worker for {self._patience:g} s: it asks for {self._cluster.wish()}; "
-                f"the cluster is {self._cluster.room()}\ntake less --worker-resources, or a longer --ray-timeout"
+                f"the cluster is {self._cluster.room()}\ntake less --worker-resources, or a longer --set ray_timeout"
             )
         for actor in waiting:
             if now - actor.begun > _SILENCE and actor.number not in self._told and not self._quiet:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefillcli.core.models import Models
 from prefillcli.engines.base import Answer, Engine, WorkerReport
@@ -56,7 +56,7 @@ class Worker:
             measured=spec.measured,
             share=spec.share,
             planned=spec.planned,
-            names=answer_labels(opened, settings).names,
+            names=answer_labels(opened, settings.answers).names,
         )
         self._number = spec.number
         self._packs = self._tokens = 0
@@ -158,9 +158,6 @@ def _require_contents(spec: WorkerSpec) -> None:
             )
 
 
-if TYPE_CHECKING:  # takes torch along
-    from prefillcli.scoring.runners.worker import Worker
-
 TELL = "tell"
 """The concurrency group of `advanced`, which is called while a task runs."""
 _ASLEEP = 5.0  # seconds that `advanced` waits at most
@@ -207,10 +204,8 @@ class WorkerActor:
             return told
 
     def _opened(self, pickled: bytes) -> object:
-        from prefillcli.scoring.runners.worker import Worker
-
         spec = pickle.loads(pickled)  # noqa: S301 - from the driver, not from data
-        self._worker = Worker(replace(spec, share=memory_share(spec.settings.device)))
+        self._worker = Worker(replace(spec, share=memory_share(spec.settings.lm.device)))
         return self._worker.ready()
 
     def _done(self, pickled: bytes) -> object:

@@ -12,15 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
-from prefillcli.core.inputs import Inputs
 from prefillcli.core.run import Run
-from prefillcli.core.scorer import Granularity, ModelScorer
+from prefillcli.core.scorer import LoadedModels, ModelScorer, PlansInMemory
 from prefillcli.errors import PrefillError, ResourceError, UsageError, counted
 from prefillcli.library.table_scoring import ReceivedRows
 from prefillcli.options.commands import BenchSettings, ScoreSettings
@@ -28,14 +26,18 @@ from prefillcli.plan.pack import in_full
 from prefillcli.prompts.labels import Labels
 from prefillcli.report.run import RunReport, Tokens
 from prefillcli.rows.output.store import LocalStore
-from prefillcli.rows.records import FALLBACK, Float64Array, Prompt, PromptKey, ScoredRow, Window, is_fallback
+from prefillcli.rows.records import FALLBACK, Prompt, PromptKey, ScoredRow, Window, is_fallback
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import with_peak as with_peak
 from prefillcli.runtime.signals import Stop
 from prefillcli.scoring.loop import Finished
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_rows, open_without_rows, use_models
 from prefillcli.scoring.scorer import load_here, make_scorer, score
-from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
+from prefillcli.stats.arrays import Float64Array
+from prefillcli.stats.evaluation import auc
+from prefillcli.stats.flips import audit_of
+from prefillcli.stats.intervals import exact_interval
+from prefillcli.stats.labels import label_probabilities
 from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.tools.bench.report import Answers, ClassFlips, ExitResult, MethodResult, Range, WorkloadResult
 
@@ -114,50 +116,52 @@ class ComparedModels:
     """The models for the methods with these settings. The threads stay as many as they are, for all methods."""
 
     def __init__(self, settings: ScoreSettings) -> None:
-        self.opening = Opening(settings)
-        self.opening.open_models()
-        self.scorer: ModelScorer | None = None
-        """Has the models, once they are loaded."""
+        self.settings = settings
+        self.opened, self.labels = open_without_rows(settings)
+        self.loaded: LoadedModels | None = None
 
-    @property
-    def inputs(self) -> Inputs:
-        """The opened models, without rows."""
-        return self.opening.inputs
-
-    def load_beside(self, others: int, longest: int, notes: list[str]) -> ModelScorer:
+    def load_beside(self, others: int, longest: int, notes: list[str]) -> LoadedModels:
         """Load them beside this number of `others`, for prompts of up to `longest` tokens. A note states how vLLM
         runs. Raises as `load_here`."""
-        inputs, share = self.inputs, 1 / (1 + others)
+        settings, share = self.settings, 1 / (1 + others)
         begun, where, name = time.perf_counter(), "on the same device", "vllm"
-        if inputs.settings.engine == "vllm":
-            if inputs.opened.device.type == "cpu":  # as many threads as the layer walk has, on cores of this process
+        if settings.engine.engine == "vllm":
+            if self.opened.device.type == "cpu":  # as many threads as the layer walk has, on cores of this process
                 cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
                 cores_text = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
                 where, name = f"on cores {cores_text}", "vllm-cpu"
             else:
-                free, total = torch.cuda.mem_get_info(inputs.opened.device)
+                free, total = torch.cuda.mem_get_info(self.opened.device)
                 room = {"gpu_memory_utilization": round(share * free / total, 3)}
-                inputs.settings = inputs.settings.model_copy(update={"engine_options": room})
-            inputs.opened = replace(inputs.opened, max_length=longest)
-        inputs.opened = replace(inputs.opened, threads=None)
-        self.scorer = make_scorer(inputs, self.opening.parts)
-        load_here(self.scorer, share=share)
-        if inputs.settings.engine == "vllm":
+                settings = settings.with_options({"engine_options": room})
+            self.opened = replace(self.opened, max_length=longest)
+        self.opened = replace(self.opened, threads=None)
+        self.loaded = load_here(self.opened, settings, self.labels, share=share)
+        if settings.engine.engine == "vllm":
             notes.append(
                 f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
                 f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an "
                 "empty prefix cache"
             )
-        return self.scorer
+        return self.loaded
 
     def close(self) -> None:
         """Free the models."""
-        if self.scorer is not None:
-            self.scorer.loaded.close()
+        if self.loaded is not None:
+            self.loaded.close()
+
+
+class KeptHere(PlansInMemory):
+    """What a job keeps in its sink, for one that writes nothing: its plan, and findings in a `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.work = LocalStore(folder)
 
 
 class MethodJob:
-    """A method as a job of `prefill score`, which writes nothing. `keep` is its rate; None if it drops no tokens."""
+    """A method as a job of `prefill score`, which writes nothing. `keep` is its rate; None if it drops no tokens.
+    Raises UsageError where its rows cannot be opened."""
 
     def __init__(
         self, settings: BenchSettings, method: str, keep: float | None, stop: Stop, folder: str, models: ComparedModels
@@ -165,61 +169,47 @@ class MethodJob:
         self.method, self.keep, self.models = method, keep, models
         self.name = method if keep is None else f"{method}@{keep:g}"
         self.settings = score_settings(settings, method, keep)
-        self.opening = Opening(self.settings, (self.settings.id_column, *self.settings.keep_columns))
-        # The learnt exits stay here, so they need no fingerprint.
-        report = RunReport.new(fingerprint={"model": "", "labels": ""})
-        self._run = Run(self.settings, report, "", Clock(), stop)
-        self._run.sink = cast("Any", SimpleNamespace(plan={}, work=LocalStore(f"{folder}/{self.name}")))
-        self._run.reopen = self._reopened
+        rows, self._parts = open_rows(self.settings, (self.settings.ids.id_column, *self.settings.files.keep_columns))
+        self.inputs = use_models(rows, self._parts, models.opened, models.labels)
+        self._kept, self._stop = KeptHere(f"{folder}/{self.name}"), stop
+        self._scorer: ModelScorer | None = None
 
-    @property
-    def inputs(self) -> Inputs:
-        """Its rows and the models' files; the weights need not be loaded."""
-        return self.opening.inputs
-
-    def open(self) -> None:
-        """Open the rows, to be scored by its models. Raises UsageError."""
-        self.opening.open_source()
-        self.opening.use_models(self.models.inputs.opened, self.models.inputs.labels)
-
-    def _reopened(self, settings: ScoreSettings) -> Inputs:
-        again = Opening(settings)
-        again.open_source()
-        again.use_models(self.inputs.opened, self.inputs.labels)
-        return again.inputs
-
-    def use(self, loaded: ModelScorer) -> None:
+    def use(self, loaded: LoadedModels) -> None:
         """Score with these models, and let the method learn from them."""
-        self.inputs.opened = loaded.inputs.opened
-        self._run.scorer = scorer = make_scorer(self.inputs, self.opening.parts, Granularity(block_tokens=0))
-        scorer.plans = self._run.sink
-        scorer.use_models_of(loaded)
-        if self.opening.parts.exits is not None:
-            self.opening.parts.exits.learn(self._run)
+        self.inputs = replace(self.inputs, opened=self.models.opened)
+        self._kept.save_plan(loaded.plan)
+        self._scorer = make_scorer(self.inputs, self._parts, loaded, self._kept)
+        if self._parts.exits is not None:
+            # The learnt exits stay here, so they need no fingerprint.
+            report = RunReport.new(fingerprint={"model": "", "labels": ""})
+            run = Run(report, Clock(), self._stop, self.inputs, cast("Any", self._kept))
+            self._parts.exits.learn(run, self._scorer)
 
     @property
     def known_rows(self) -> set[int]:
         """Numbers of the rows that were read in full to learn from them."""
-        exits = self.opening.parts.exits
+        exits = self._parts.exits
         return set() if exits is None else set(exits.known)
 
     def learnt(self, name: str) -> Any:
         """Return a finding about its exits; None where rows do not leave."""
-        return self._run.sink.plan.get("exits", {}).get("use", {}).get(name)
+        return self._kept.plan.get("exits", {}).get("use", {}).get(name)
 
     @property
     def elsewhere(self) -> bool:
         """True if it computes in other processes: the memory of this one does not show its use."""
-        return self.settings.engine == "vllm"
+        return self.settings.engine.engine == "vllm"
 
     def answer(self, window: Window) -> MethodRun:
         """Score the rows of a window. This call is timed."""
         run, windows = MethodRun(), [window]
         if METHODS[self.method].apart:
             windows = [replace(window.only([own]), index=number) for number, own in enumerate(window.prompts)]
+        if self._scorer is None:
+            raise ValueError("no models are loaded")
         if self.elsewhere:
-            cast("Any", self._run.scorer.engine).forget()
-        score(self._run.scorer, self.opening.parts, iter(windows), run)
+            cast("Any", self._scorer.pool).engine.forget()
+        score(self._scorer, self._parts, iter(windows), run, block_tokens=0)
         return run
 
 
@@ -229,33 +219,30 @@ def open_models(settings: BenchSettings) -> dict[str, ComparedModels]:
     opened, found = dict[Any, ComparedModels](), dict[str, ComparedModels]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
         own = wanted[name]
-        key = own.engine, own.chain
-        if own.engine == "torch" and not _has_small(own):
+        key = own.engine.engine, own.exits.chain
+        if own.engine.engine == "torch" and not _has_small(own):
             key = next((each for each in opened if each[0] == "torch"), key)
         if key not in opened:
-            if opened and own.model is None:  # which the first ones have reported
-                own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
+            if opened and own.lm.model is None:  # which the first ones have reported
+                own = own.with_options({"model": str(next(iter(opened.values())).opened.files.path)})
             opened[key] = ComparedModels(own)
         found[name] = opened[key]
     return found
 
 
 def _has_small(settings: ScoreSettings) -> bool:
-    return settings.uses_draft or bool(settings.chain)
+    return settings.uses_draft or bool(settings.exits.chain)
 
 
 def open_jobs(
     settings: BenchSettings, models: Mapping[str, ComparedModels], stop: Stop, folder: str
 ) -> list[MethodJob]:
     """Open the rows of the methods, once for each keep rate. Raises UsageError."""
-    jobs = [
+    return [
         MethodJob(settings, name, keep, stop, folder, models[name])
         for name in method_names(settings)
-        for keep in (dict.fromkeys(settings.keep) if "keep" in METHODS[name].takes else (None,))
+        for keep in (dict.fromkeys(settings.compression.keep) if "keep" in METHODS[name].takes else (None,))
     ]
-    for job in jobs:
-        job.open()
-    return jobs
 
 
 @contextmanager
@@ -278,11 +265,11 @@ def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, not
     sets = len({id(job.models) for job in jobs})
     for job in sorted(jobs, key=lambda job: job.method != REFERENCE):
         with left_out(job, named, notes):
-            if job.settings.engine == "torch":
+            if job.settings.engine.engine == "torch":
                 job.settings.check()
-            job.use(job.models.scorer or job.models.load_beside(sets - 1, longest, notes))
+            job.use(job.models.loaded or job.models.load_beside(sets - 1, longest, notes))
             if (reason := job.learnt("reason")) is not None:
-                raise ResourceError(f"{reason}; --exit-rows and --max-flips decide")
+                raise ResourceError(f"{reason}; exit_rows and --max-flips decide")
             able.append(job)
     return [job for job in jobs if job in able]
 
@@ -452,7 +439,7 @@ def _compare_answers(
         prompts = [own for own in window.prompts if own.part == part]
         if not prompts:
             continue
-        count, temperature = len(labels.names), job.settings.temperature
+        count, temperature = len(labels.names), job.settings.answers.temperature
         shares = label_probabilities(run.logprobs(prompts, count), temperature)
         if not np.isfinite(shares).all():
             notes.append(f"{job.name}: scores that are not numbers are not compared")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefillcli.options.commands import BenchSettings, ScoreSettings
-from prefillcli.options.judging import truth_columns
 
 REFERENCE = "hybrid"  # the method that the others are compared with
 
@@ -57,9 +56,9 @@ _OWN = {"output", "truth", *(name for each in METHODS.values() for name in each.
 
 def method_names(settings: BenchSettings) -> list[str]:
     """Return the named methods and the reference, or those that are usually compared."""
-    if settings.method:
-        return [name for name in METHODS if name == REFERENCE or name in settings.method]
-    usual = {"hf", REFERENCE, *(("full",) if settings.full else ())}
+    if settings.contest.method:
+        return [name for name in METHODS if name == REFERENCE or name in settings.contest.method]
+    usual = {"hf", REFERENCE, *(("full",) if settings.contest.full else ())}
     return [
         name for name, each in METHODS.items() if name in usual or ("keep" in each.takes and settings.compares(name))
     ]
@@ -68,12 +67,10 @@ def method_names(settings: BenchSettings) -> list[str]:
 def score_settings(settings: BenchSettings, name: str, keep: float | None = None) -> ScoreSettings:
     """Return the settings of the job that a method is, with this keep rate, or the first one of the settings."""
     method = METHODS[name]
-    given = {each: getattr(settings, each) for each in settings.model_fields_set if each not in _OWN}
-    given |= {each: getattr(settings, each) for each in method.takes} | dict(method.settings)
-    given |= {"quiet": True, "inputs": settings.inputs or ("rows",)}
-    given["keep_columns"] = tuple(truth_columns(settings).values())
+    given = {each: settings.value(each) for each in settings.given if each not in _OWN}
+    given |= {each: settings.value(each) for each in method.takes} | dict(method.settings)
+    given |= {"quiet": True, "inputs": settings.input.inputs or ("rows",)}
+    given["keep_columns"] = tuple(settings.truth_columns.values())
     if "keep" in method.takes:
-        given["keep"] = settings.keep[0] if keep is None else keep
-    return ScoreSettings.model_validate(
-        {each: own for each, own in given.items() if each in ScoreSettings.model_fields}
-    )
+        given["keep"] = settings.compression.keep[0] if keep is None else keep
+    return ScoreSettings.of({each: own for each, own in given.items() if each in ScoreSettings.options()})

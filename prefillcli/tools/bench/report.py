@@ -23,7 +23,7 @@ from prefillcli.report.section import (
     settings_section,
     three_digits,
 )
-from prefillcli.stats.evaluation import Audit
+from prefillcli.stats.flips import Audit
 from prefillcli.tools.bench.methods import METHODS, REFERENCE
 
 
@@ -95,7 +95,6 @@ class WorkloadResult(BaseModel):
     """All methods on a workload."""
 
     workload: str = ""
-    made: bool
     rows: int = 0
     answers: int = 0  # of which each row has as many as questions
     truth_rows: int = 0  # answers whose right ones are known

@@ -36,6 +36,7 @@ from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
 from prefillcli.models.load import load_model
 from prefillcli.models.open import open_model
 from prefillcli.models.shape import Shape
+from prefillcli.options.commands import ProfileSettings
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.rows.proof import hash_model
@@ -155,13 +156,13 @@ def in_child(task: Callable[..., T], *arguments: Any, timeout: float | None = No
         pool.shutdown()
 
 
-def load(settings: Any) -> tuple[Any, ModelFiles, torch.device]:
+def load(settings: ProfileSettings) -> tuple[Any, ModelFiles, torch.device]:
     """Load, in a child, the model of the settings; return it with its files and its device. Raises PrefillError."""
-    files, device = open_model(settings)
-    torch.set_num_threads(settings.threads)
+    files, device = open_model(settings.lm)
+    torch.set_num_threads(int(settings.lm.threads))
     if device.index is not None:
         torch.cuda.set_device(device)
-    return load_model(files, device, trust_remote_code=settings.trust_remote_code), files, device
+    return load_model(files, device, trust_remote_code=settings.lm.trust_remote_code), files, device
 
 
 def random_prompt(tokens: int, vocabulary: int, seed: int = 0) -> Tokens:
@@ -185,14 +186,14 @@ def make_malloc_exact() -> None:
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
-def run_once(settings: Any, mode: str, tokens: int) -> tuple[int | None, float]:
+def run_once(settings: ProfileSettings, mode: str, tokens: int) -> tuple[int | None, float]:
     """Return, in a child, the bytes at the peak of one run above the loaded model, None if unknown, and its
     seconds."""
     make_malloc_exact()
     model, files, device = load(settings)
     for weight in model.parameters():
         weight.sum()  # weights may be mapped files: reading them for the first time is not part of a run
-    chunk, vocabulary = settings.chunk_tokens, int(files.config.vocab_size)
+    chunk, vocabulary = settings.packs.chunk_tokens or 0, int(files.config.vocab_size)
     prefill(model, mode, 64, random_prompt(129, vocabulary))  # short chunks, so that one-time set-up does not count
     prompt, begun = random_prompt(tokens, vocabulary), time.perf_counter()
     _, peak = with_peak(partial(prefill, model, mode, chunk, prompt), device)
@@ -288,7 +289,7 @@ def fit_curve(
     return curve
 
 
-def time_packs(settings: Any) -> tuple[int, int, Curve]:
+def time_packs(settings: ProfileSettings) -> tuple[int, int, Curve]:
     """Return, in a child, the bytes that packs may take, the chunk that follows from them, and the curve.
 
     Without `--memory` packs may take the part of the free memory that `prefill score` would take.
@@ -296,9 +297,9 @@ def time_packs(settings: Any) -> tuple[int, int, Curve]:
     model, files, device = load(settings)
     config = files.config
     free = available_memory(device)
-    budget = parse_size(settings.memory) if settings.memory else int(free * FREE_SHARE)
+    budget = parse_size(settings.packs.memory) if settings.packs.memory else int(free * FREE_SHARE)
     law = memory_law(config, files.dtype)
-    chunk = settings.chunk_tokens or choose_chunk(law, budget, device)
+    chunk = settings.packs.chunk_tokens or choose_chunk(law, budget, device)
     if device.type == "cpu":
         keep_blocks(budget)
     walk, vocabulary = LayerWalk(model, chunk_tokens=chunk), int(config.vocab_size)
@@ -317,7 +318,7 @@ def time_packs(settings: Any) -> tuple[int, int, Curve]:
     # The walk leaves the last layer as soon as its K,V are stored.
     attending = Shape(config).windows[:-1]
     windows = [(window, attending.count(window)) for window in dict.fromkeys(attending)]
-    lengths = curve_lengths(first_seconds, most, settings.fit_seconds)
+    lengths = curve_lengths(first_seconds, most, settings.measured.fit_seconds or 0.0)
     return budget, chunk, measure_curve(run, lengths, vocabulary, windows)
 
 
@@ -333,7 +334,7 @@ _LOADING_SECONDS = 600.0
 
 
 def profile_mode(
-    mode: str, law: tuple[float, float], profile: Profile, settings: Any, announce: Callable[[str], None]
+    mode: str, law: tuple[float, float], profile: Profile, settings: ProfileSettings, announce: Callable[[str], None]
 ) -> ModeResult:
     """Predict by its law and confirm the longest prompt of one mode, in the budget of the `profile`.
 
@@ -346,7 +347,7 @@ def profile_mode(
     result.limited_by = "memory" if by_memory < longest else "model"
     if not result.predicted_tokens:
         result.notes.append("the budget does not even hold short prompts in this mode")
-    elif settings.confirm_seconds:
+    elif settings.measured.confirm_seconds:
         try:
             _confirm(result, profile, settings, announce)
         except Exception as error:
@@ -356,9 +357,10 @@ def profile_mode(
     return result
 
 
-def _confirm(result: ModeResult, profile: Profile, settings: Any, announce: Callable[[str], None]) -> None:
+def _confirm(result: ModeResult, profile: Profile, settings: ProfileSettings, announce: Callable[[str], None]) -> None:
     # Run at the predicted length; then a shorter one if that does not fit, a longer one if much memory is left.
-    budget, most = profile.budget_bytes, profile.tokens_within(settings.confirm_seconds, most=profile.max_model_tokens)
+    budget, seconds = profile.budget_bytes, settings.measured.confirm_seconds or 0.0
+    most = profile.tokens_within(seconds, most=profile.max_model_tokens)
     tokens, result.capped = min(result.predicted_tokens, most), most < result.predicted_tokens
     for _ in range(TRIES):
         announce(f"{result.mode}: confirming {tokens:,} tokens within {budget / 2**20:,.0f} MiB")
@@ -374,7 +376,7 @@ def _confirm(result: ModeResult, profile: Profile, settings: Any, announce: Call
         result.notes.append("no confirming run stayed within the budget")
 
 
-def confirming_run(mode: str, tokens: int, profile: Profile, settings: Any) -> Confirmation:
+def confirming_run(mode: str, tokens: int, profile: Profile, settings: ProfileSettings) -> Confirmation:
     """Return how much one run takes, and whether that is within the budget."""
     timeout = _LOADING_SECONDS + _OVERTIME * profile.completion.request_seconds(tokens)
     try:
@@ -385,19 +387,19 @@ def confirming_run(mode: str, tokens: int, profile: Profile, settings: Any) -> C
 
 
 def measured_profile(
-    settings: Any, files: ModelFiles, device: torch.device, announce: Callable[[str], None]
+    settings: ProfileSettings, files: ModelFiles, device: torch.device, announce: Callable[[str], None]
 ) -> Profile:
     """Make all measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
     dtype = str(files.dtype).removeprefix("torch.")
     found = {"model": str(files.origin), "revision": None, "dtype": dtype}
-    own = settings.model_copy(update=found | {"device": str(device), "threads": torch.get_num_threads()})
+    own = settings.with_options(found | {"device": str(device), "threads": torch.get_num_threads()})
     announce("completion times: packs of several lengths")
     budget, chunk, curve = in_child(time_packs, own)
-    own = own.model_copy(update={"chunk_tokens": chunk})
+    own = own.with_options({"chunk_tokens": chunk})
     weak = f"its mean error on packs left out is {curve.error:.0%}, and {MOST_ERROR:.0%} is the most"
     profile = Profile(
         model=hash_model(files.origin),
-        model_name=settings.model or str(files.origin),
+        model_name=settings.lm.model or str(files.origin),
         family=files.family,
         dtype=dtype,
         device=str(device),
@@ -407,9 +409,9 @@ def measured_profile(
         max_model_tokens=files.max_length,
         completion=curve,
         no_completion=None if curve.error <= MOST_ERROR else f"{weak}; after {curve.rounds} rounds",
-        settings=shown(settings.model_dump(mode="json")),
+        settings=shown(settings.to_json()),
     )
-    for mode in dict.fromkeys(settings.mode):
+    for mode in dict.fromkeys(settings.measured.mode):
         law = mode_law(mode, files.config, files.dtype, chunk)
         profile.modes.append(profile_mode(mode, law, profile, own, announce))
     return profile

@@ -28,7 +28,7 @@ from prefillcli.report.section import (
 )
 from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.scoring.dry_run import survey
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.opening import open_inputs, open_rows, open_without_rows
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import Ended, shell
 
@@ -41,36 +41,35 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     """
     clock, ended, profile = Clock(), Ended(), None
     settings = settings.with_defaults()
-    with shell(ended, debug=settings.debug) as stop:
-        with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
+    with shell(ended, debug=settings.run.debug) as stop:
+        with stop.at_once(), StepLog(interval=settings.run.progress_interval, quiet=settings.run.quiet) as steps:
             steps.begin("reading the model")
-            require_json(settings.output)
+            require_json(settings.measured.output)
             require_apart(settings)
-            require_known("--mode", settings.mode, MODES)
-            opening = Opening(settings)
-            if settings.inputs:
-                opening.open_source()
-            opening.open_models()
-            if settings.inputs:  # its errors are reported before the measurements
-                opening.inputs.check_first_rows()
+            require_known("--mode", settings.measured.mode, MODES)
+            inputs = open_inputs(*open_rows(settings)) if settings.input.inputs else None
+            if inputs is not None:
+                inputs.check_first_rows()  # its errors are reported before the measurements
+            opened = open_without_rows(settings)[0] if inputs is None else inputs.opened
             from prefillcli.tools.profile.measuring import measured_profile  # takes torch along
 
-            profile = measured_profile(
-                settings, opening.inputs.opened.files, opening.inputs.opened.device, steps.announce
-            )
-            _save(profile, settings.output, clock.total)
+            profile = measured_profile(settings, opened.files, opened.device, steps.announce)
+            _save(profile, settings.measured.output, clock.total)
             steps.begin("")
-            if settings.inputs:
-                _survey(settings, opening.inputs, profile)
-                _save(profile, settings.output, clock.total)
+            if inputs is not None:
+                _survey(settings, inputs, profile)
+                _save(profile, settings.measured.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
         if profile.no_completion is not None:
             stderr_console().print(f"prefill: warning: {_no_times(profile)}", style="bold red")
-        if not settings.quiet:
+        if not settings.run.quiet:
             for section in profile_sections(profile):
                 print_section(stderr_console(), section)
             print(without_secrets(f"\nnext: {_next(settings, profile)}"), file=sys.stderr)
-            print(without_secrets(f"\nprefill: {settings.output}, {page_of(settings.output)}"), file=sys.stderr)
+            print(
+                without_secrets(f"\nprefill: {settings.measured.output}, {page_of(settings.measured.output)}"),
+                file=sys.stderr,
+            )
     return _summary(ended, profile, settings, clock.total)
 
 
@@ -78,10 +77,11 @@ def _survey(settings: ProfileSettings, given: Inputs, profile: Profile) -> None:
     # Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does.
     from prefillcli.models.weights import free_beside_draft  # takes torch along
 
-    free = free_beside_draft(given.opened, profile.budget_bytes) if settings.memory is None else None
+    free = free_beside_draft(given.opened, profile.budget_bytes) if settings.packs.memory is None else None
     known = profile if profile.no_completion is None else None
-    with Progress(given.source.expected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
-        given.open_rows()
+    with Progress(
+        given.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet
+    ) as progress:
         costs = Costs(settings, given.opened, given.labels.names, free=free, profile=known)
         profile.survey = survey(given, given.windows(given.builder.close), costs, progress.advance)
 
@@ -97,7 +97,11 @@ def _summary(ended: Ended, profile: Profile | None, settings: ProfileSettings, s
     line: dict[str, Any] = {"status": ended.status, "exit_code": ended.exit_code, "seconds": round(seconds, 3)}
     if profile is not None:
         known = {"predicted_tokens", "max_tokens"}
-        line |= {"output": settings.output, "page": page_of(settings.output), "budget_bytes": profile.budget_bytes}
+        line |= {
+            "output": settings.measured.output,
+            "page": page_of(settings.measured.output),
+            "budget_bytes": profile.budget_bytes,
+        }
         line["modes"] = {each.mode: each.model_dump(include=known) for each in profile.modes}
         line |= {"error_on_new": profile.completion.error, "no_completion": profile.no_completion}
         if profile.survey is not None:
@@ -110,12 +114,12 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
     # The next command to run.
     if profile.no_completion is not None:
         return "prefill profile once more, when nothing else runs on this machine"
-    words = ["prefill", "score", settings.inputs[0] if settings.inputs else "YOUR.parquet"]
-    words += [] if settings.model is None else ["-m", settings.model]
+    words = ["prefill", "score", settings.input.inputs[0] if settings.input.inputs else "YOUR.parquet"]
+    words += [] if settings.lm.model is None else ["-m", settings.lm.model]
     for name in ("dtype", "device", "threads"):  # with others the profile does not apply
-        words += [f"--{name}", str(getattr(settings, name))] if settings.is_flag(name) else []
-    if os.path.abspath(settings.output) != os.path.abspath(DEFAULT_PROFILE):
-        words += ["--profile", settings.output]
+        words += [f"--{name}", str(settings.value(name))] if settings.is_flag(name) else []
+    if os.path.abspath(settings.measured.output) != os.path.abspath(DEFAULT_PROFILE):
+        words += ["--profile", settings.measured.output]
     return f"{shlex.join([*words, '--dry-run'])} shows what a run of these rows takes"
 
 

@@ -65,9 +65,9 @@ def test_a_surrogate_pair_in_a_recipe_and_a_flag_is_its_character() -> None:
     Path("job.json").write_text(json.dumps({"labels": ["😀", "b"], "chat_option": {"face": "😀"}}))
     flags = {"inputs": ["x.parquet"]}
     found = load_settings(ScoreSettings, flags, recipe="job.json", environment={})
-    assert (found.labels, found.chat_option) == (("😀", "b"), {"face": "😀"})
+    assert (found.answers.labels, found.prompts.chat_option) == (("😀", "b"), {"face": "😀"})
     given = flags | {"chat_option": ['face="\\ud83d\\ude00"']}
-    assert load_settings(ScoreSettings, given, environment={}).chat_option == {"face": "😀"}
+    assert load_settings(ScoreSettings, given, environment={}).prompts.chat_option == {"face": "😀"}
     for wrong in ('{"labels": ["\\ud83d", "b"]}', '{"chat_option": {"\\ude00": 1}}'):
         Path("job.json").write_text(wrong)
         with pytest.raises(UsageError, match="half a surrogate pair"):
@@ -130,11 +130,11 @@ def entry(**keys: Any) -> str:
         (entry(type="choice", choices=["a"]), "choices: 1 option, at least 2"),
         (entry(type="choice", choices=[]), "choices: 0 options, at least 2"),
         (entry(type="choice", choices="a,b"), 'choices: "a,b" is one text, and a list is needed: choices: [a, b]'),
-        (entry(type="choice", choices=["a", 1.0]), "choices[1]: 1.0 is no text: put it in quotes"),
-        (entry(type="choice", choices=[None, "b"]), "choices[0]: null is no text: put it in quotes"),
-        ("questions: {a: {type: choice, instructions: x, choices: {null: y, b: z}}}", "choices[0]: null is no text"),
-        (entry(type="score", levels=["a", True]), "levels[1]: true is no text: put it in quotes"),
-        (entry(type="choice", choices=[{"value": 2.5}, "b"]), "choices[0]: 2.5 is no text: put it in quotes"),
+        (entry(type="choice", choices=["a", 1.0]), "choices[1]: 1.0 is not text: put it in quotes"),
+        (entry(type="choice", choices=[None, "b"]), "choices[0]: null is not text: put it in quotes"),
+        ("questions: {a: {type: choice, instructions: x, choices: {null: y, b: z}}}", "choices[0]: null is not text"),
+        (entry(type="score", levels=["a", True]), "levels[1]: true is not text: put it in quotes"),
+        (entry(type="choice", choices=[{"value": 2.5}, "b"]), "choices[0]: 2.5 is not text: put it in quotes"),
         (entry(type="predicate", orders=2), "orders: a predicate is yes or no, and lists no options"),
         (entry(type="choice", choices=["a", "b"], orders="two"), 'orders "two": should be a valid integer'),
         (entry(type="score", levels=[3, 2, 1]), "levels 3, 2, 1: the lowest comes first, and no number twice"),
@@ -166,7 +166,7 @@ def test_whole_numbers_are_options_as_they_are_written() -> None:
     criteria = "{type: score, instructions: x, criteria: [1, 2]}"
     found = questions(f"questions: {{a: {mapped}, b: {objects}, c: {criteria}}}")
     assert [[own.text for own in each.question.options] for each in found] == [["1", "2"], ["10", "20"], ["1", "2"]]
-    assert "choices[2]: 3.1 is no text" in refused(f"questions: {{a: {listed}}}")
+    assert "choices[2]: 3.1 is not text" in refused(f"questions: {{a: {listed}}}")
 
 
 @pytest.mark.parametrize(

@@ -439,5 +439,5 @@ def test_rows_with_a_document_and_questions_are_requests() -> None:
     assert is_request_file(plain, ["input", "state", "questions"])
     assert not is_request_file(plain, ["input", "output"])
     assert not is_request_file(plain, ["questions", "prompt"])
-    templated = plain.model_copy(update={"template": "{{ state }}"})
+    templated = plain.with_options({"template": "{{ state }}"})
     assert not is_request_file(templated, ["state", "questions"])

@@ -15,14 +15,14 @@ from prefillcli.engines.base import (
     PLAIN,
     Answer,
     Engine,
-    EngineChoice,
     Loaded,
     LoadRequest,
     Treatment,
     sequences,
 )
-from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
+from prefillcli.options.engines import EngineKind
+from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 
@@ -52,8 +52,8 @@ class FakeTokenizer:
         return [self.backend_tokenizer.id_to_token(number) for number in ids]
 
 
-def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
-    path = Path(str(choice.model))
+def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
+    path = Path(str(settings.lm.model))
     tokenizer = FakeTokenizer(path)
     sizes = SimpleNamespace(vocab_size=len(tokenizer))
     files: Any = SimpleNamespace(

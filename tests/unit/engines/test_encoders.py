@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.prompts.builder import fit_pair
 from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.fitting import fit_pair
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_parquet
 from tests.jobs.processes import Command, Hold, cut_small_windows
 from tests.unit.engines.encoder_models import FAMILIES, MAX_LENGTH, save_encoder
@@ -58,6 +58,7 @@ def values(path: str = "out.parquet", start: str = "value_") -> np.ndarray:
     return np.array([[row[name] for name in row if name.startswith(start)] for row in found])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by transformers' DeBERTa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_of_texts_and_pairs_are_those_of_each_alone(family: str, folder: Path, rows: Path) -> None:

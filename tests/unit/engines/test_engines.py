@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.engines.base import sequences
-from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import Interrupted, ResourceError
+from prefillcli.options.engines import ENGINES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.jobs.jobs import (
@@ -244,7 +244,7 @@ def test_the_command_needs_no_torch_with_an_engine_that_needs_none(model: Path) 
     code = (
         "import sys\n"
         "from tests.unit.engines import fake\n"
-        "from prefillcli.engines.registry import ENGINES\n"
+        "from prefillcli.options.engines import ENGINES\n"
         "ENGINES['fake'] = fake.KIND\n"
         "from prefillcli.cli import main\n"
         "try:\n    main()\n"

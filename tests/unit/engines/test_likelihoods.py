@@ -15,7 +15,8 @@ from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.rows.records import Int32Array, Prompt
+from prefillcli.rows.records import Prompt
+from prefillcli.stats.arrays import Int32Array
 from tests.unit.engines.test_label_sequences import RELATIVE, engine_for, log_softmax, model_of
 from tests.unit.walk.families import FAMILIES, VOCABULARY
 

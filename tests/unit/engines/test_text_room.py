@@ -11,6 +11,7 @@ import torch
 from prefillcli.engines.memory_plan import TEXTS, keep_plan, plan_packs
 from prefillcli.models import law as text_room
 from prefillcli.models.law import memory_law
+from prefillcli.options.groups import MemoryOptions
 from prefillcli.plan.pack import Limits
 from tests.unit.walk.test_memory import CPU, LLAMA_8B
 
@@ -30,9 +31,9 @@ def opened_of(device: str = "cpu"):
 
 
 def plan(memory: str, *, text_tokens: int = TEXT, device: str = "cpu", prefix_kv="auto", **given):
-    choice = SimpleNamespace(memory=memory, pack_tokens=None, chunk_tokens=None, prefix_kv=prefix_kv)
+    packs = MemoryOptions(memory=memory, prefix_kv=prefix_kv)
     budget = int(float(memory.removesuffix("GiB")) * GIB)
-    return plan_packs(opened_of(device), choice, budget, text_tokens=text_tokens, **given)
+    return plan_packs(opened_of(device), packs, budget, text_tokens=text_tokens, **given)
 
 
 def bytes_of(limits: Limits, law, budget: int, chunk: int) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from prefillcli.engines.registry import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.engines import CAPABILITIES, ENGINES
 from prefillcli.options.groups import MemoryOptions
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import as_typed, details_of
@@ -47,8 +47,8 @@ def test_what_an_engine_cannot_do_is_refused_with_one_that_can(engine: str, opti
 
 
 def test_options_at_their_defaults_ask_for_nothing() -> None:
-    defaults = {name: ScoreSettings.model_fields[name].default for name in ASKING if name != "draft"}
-    assert settings(engine="vllm", **defaults).engine == "vllm"
+    defaults = {name: ScoreSettings.options()[name].default for name in ASKING if name != "draft"}
+    assert settings(engine="vllm", **defaults).engine.engine == "vllm"
 
 
 def test_every_option_of_memory_and_compression_needs_something_of_the_engine() -> None:
@@ -69,11 +69,11 @@ def test_an_unknown_engine_is_refused() -> None:
 def test_engine_options_come_from_flags_the_environment_and_recipes() -> None:
     wanted = {"max_model_len": 512, "enforce_eager": True, "quantization": "fp8", "x": {"a": [1]}}
     texts = ["max_model_len=512", "enforce_eager=true", "quantization=fp8", 'x={"a": [1]}']
-    assert settings(engine="vllm", engine_options=texts).engine_options == wanted
+    assert settings(engine="vllm", engine_options=texts).engine.engine_options == wanted
     Path("job.yaml").write_text(json.dumps({"input": "x.parquet", "engine": "vllm", "engine_options": wanted}))
-    assert load_settings(ScoreSettings, {}, recipe="job.yaml", environment={}).engine_options == wanted
+    assert load_settings(ScoreSettings, {}, recipe="job.yaml", environment={}).engine.engine_options == wanted
     environment = {"PREFILL_ENGINE_OPTIONS": json.dumps(wanted), "PREFILL_ENGINE": "vllm"}
-    assert load_settings(ScoreSettings, {"inputs": ["x"]}, environment=environment).engine_options == wanted
+    assert load_settings(ScoreSettings, {"inputs": ["x"]}, environment=environment).engine.engine_options == wanted
     for wrong in (["block_size"], ["x={"], "{x: ["):
         with pytest.raises(UsageError, match="--engine-options"):
             settings(engine="vllm", engine_options=wrong)
@@ -101,7 +101,7 @@ def test_the_documented_recipe_is_one() -> None:
     (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     Path("job.yaml").write_text(recipe)
     read = load_settings(ScoreSettings, {}, recipe="job.yaml", environment={})
-    assert read.engine == "vllm"
-    assert read.engine_options["tensor_parallel_size"] == 4
+    assert read.engine.engine == "vllm"
+    assert read.engine.engine_options["tensor_parallel_size"] == 4
     for name in ENGINES:
         assert f"| `{name}` |" in page

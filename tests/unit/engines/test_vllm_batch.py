@@ -43,7 +43,7 @@ def test_the_scores_of_pairs_are_those_of_run_batch(tmp_path: Path, monkeypatch:
     model = save_encoder(tmp_path / "cross", num_labels=1, hidden_size=128)
     write_jsonl("batch.jsonl", [*LINES, line("wrong", "/v1/score", text_1=["a", "b"], text_2=["c", "d", "e"])])
     others = lines_of_vllm(model)
-    flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
+    flags = {"model": model, "format": "openai", "served_model_name": "fox", "max_error_rate": 1}
     assert score("batch.jsonl", "out.jsonl", **flags)["exit_code"] == 0
     *rows, wrong = read_output("out.jsonl")
     assert wrong["error"]["code"] == ErrorCode.INVALID_REQUEST
@@ -82,7 +82,7 @@ def test_the_lines_are_those_of_run_batch(tmp_path: Path, monkeypatch: pytest.Mo
     source = write_jsonl("batch.jsonl", lines)
     others = lines_of_vllm(model)
 
-    flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
+    flags = {"model": model, "format": "openai", "served_model_name": "fox", "max_error_rate": 1}
     completion = line("completion", COMPLETION, prompt="Is a fox quick?", logprobs=5)
     assert score(write_jsonl("more.jsonl", [*lines, completion]), "out.jsonl", **flags)["exit_code"] == 0
     *rows, last = read_output("out.jsonl")

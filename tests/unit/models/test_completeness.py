@@ -99,6 +99,7 @@ def test_a_layer_that_the_configuration_leaves_out_is_not_left_out(folder: Path,
         load(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_nor_is_it_in_other_kinds_of_checkpoints(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     folder = make(tmp_path / "model")

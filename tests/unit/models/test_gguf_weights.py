@@ -97,6 +97,7 @@ def shapes(architecture: str, model: PreTrainedModel) -> Iterator[tuple[str, tup
         yield f"{name}.weight" if name.endswith("_exps") else name, shape
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_all_numbers_are_those_of_transformers(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
     assert table5(model.config, 90).total == pytest.approx(counted(model, 90), rel=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_operations_of_recurrent_layers_are_those_that_torch_counts(family: str) -> None:
     """Of prompts of whole parts, as scans pad others; a scan that is no product is counted by its formula."""

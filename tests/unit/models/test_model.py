@@ -40,6 +40,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", UNTESTED)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # gpt_bigcode
 def test_other_families_pass_the_rehearsal_and_equal_their_eager_forward(family: str) -> None:

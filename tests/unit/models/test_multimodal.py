@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 FAMILIES = ["gemma3", "llama4", "mllama", "mistral3", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_of_a_multimodal_checkpoint_is_scored_as_by_the_whole_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def test_the_newest_that_agrees_is_taken(packages: Packages) -> None:
     assert packages.calls.keys() == {"FA4"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("newest", "why"),
     [

@@ -28,7 +28,7 @@ from prefillcli.models.placement import WeightFiles
 from prefillcli.models.streamed_layers import StreamedLayers, load_streamed
 from prefillcli.models.unpacking import UNPACKED, unpack_awq, unpack_gptq, unpack_mxfp4
 from prefillcli.models.weights import FORMATS, plan_quantisation, weight_bytes
-from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.groups import LayerOptions
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.scoring.loading import plan_weights
@@ -188,7 +188,7 @@ def assert_same_layers(files: ModelFiles) -> None:
         assert torch.equal(logits, torch.cat([each for pack in packs for each in walk.read_logits(pack)]))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in PACKED])
 def test_layers_that_are_unpacked_in_their_turn_have_the_same_bits(kind: str, dtype: str, folder_of: Folders) -> None:
@@ -218,9 +218,7 @@ def test_weights_that_stay_packed_are_not_read_layer_by_layer(kind: str, folder_
 @pytest.mark.parametrize(("kind", "mode"), [("gptq", "stream"), ("w4a16", "stream"), ("nf4", "resident")])
 def test_what_can_be_unpacked_in_its_turn_is_streamed_on_a_cpu(kind: str, mode: str, folder_of: Folders) -> None:
     opened = Opened(read_model_files(folder_of(kind), dtype="float32"), CPU, None, (), 2048)
-    plans = {
-        where: plan_weights(ScoreSettings(inputs=("x",), weights=where), opened) for where in ("auto", "resident")
-    }
+    plans = {where: plan_weights(LayerOptions(weights=where), opened) for where in ("auto", "resident")}
     assert {where: plan.mode for where, plan in plans.items()} == {"auto": mode, "resident": "resident"}
     if mode == "stream":
         _, layers = plans["auto"].load(opened.files, CPU, trust_remote_code=False)
@@ -247,7 +245,7 @@ def test_a_layer_quantised_outside_of_the_layers_is_in_memory(folder_of: Folders
         config["quantization_config"] |= {"ignore": []}
         (folder / "config.json").write_text(json.dumps(config))
         opened = Opened(read_model_files(folder, dtype="float32"), CPU, None, (), 2048)
-        plan = plan_weights(ScoreSettings(inputs=("x",), weights="auto"), opened)
+        plan = plan_weights(LayerOptions(weights="auto"), opened)
         assert plan.mode == ("stream" if streamed else "resident")
         model, layers = plan.load(opened.files, CPU, trust_remote_code=False)
         if layers is not None:

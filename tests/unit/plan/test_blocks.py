@@ -203,6 +203,7 @@ def computed(plans: list[Plan]) -> int:
     return sum(plan.computed_tokens for plan in plans)
 
 
+@pytest.mark.sampled(3)
 @both_kinds
 @pytest.mark.parametrize("size", [2, 7, 10, 25])
 def test_a_document_is_computed_once_for_all_windows(size: int, ample: Limits) -> None:

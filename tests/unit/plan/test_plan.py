@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.behind import LabelSet, with_labels
 from prefillcli.plan.pack import Limits, Pack, account
@@ -199,10 +196,6 @@ def test_an_unknown_schedule_is_refused_and_never_fifo(schedule: str) -> None:
     for prompts in ([], [np.asarray([1, 2], dtype=np.int32)]):
         with pytest.raises(ValueError, match="prefix-tree, fifo, srjf, srjf-calibrated"):
             make_plan(prompts, Limits(8, 8, 0, 0.0), schedule)
-
-
-def test_the_schedules_that_can_be_asked_for_are_those_that_are_planned() -> None:
-    assert get_args(ScheduledOptions.model_fields["schedule"].annotation) == tuple(SCHEDULES)
 
 
 def test_common_prefix_over_long_strides() -> None:

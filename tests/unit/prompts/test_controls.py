@@ -24,9 +24,10 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from prefillcli.plan.behind import LabelSet
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Following, Labels, parse_labels
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.rows.records import RowBatch
 
 CHAT = (

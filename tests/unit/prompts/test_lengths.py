@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Template
 
-from prefillcli.prompts.builder import fit
+from prefillcli.prompts.fitting import fit
 from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
 from prefillcli.rows.records import Prompt, RowError

@@ -16,13 +16,15 @@ from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from prefillcli.errors import UsageError
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, without_nulls
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError
+from prefillcli.rows.values import without_nulls
 from tests.unit.prompts.labels import resolve
 
 

@@ -268,3 +268,30 @@ def is_zombie(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process is started by itself")
+def test_processes_of_templates_are_forked_and_share_nothing() -> None:
+    first, second = RowTemplate("{{ a }}"), RowTemplate("{{ a + 1 }}")
+    parents = {int(Path(f"/proc/{worker_of(each)}/stat").read_text().split()[3]) for each in (first, second)}
+    assert len(parents) == 1, "one process has imported Jinja for both"
+    assert os.getpid() not in parents
+    ours = os.listdir(f"/proc/{worker_of(second)}/fd")
+    assert sorted(ours) == ["0", "1", "2"], "pipes of its own, and no others"
+    os.kill(worker_of(first), signal.SIGKILL)
+    assert (first.render([{"a": 1}]), second.render([{"a": 1}])) == (["1"], ["2"])
+    ended = [worker_of(first), worker_of(second)]
+    first.close()
+    second.close()
+    assert not any(Path(f"/proc/{each}").exists() for each in ended), "none is left, not even as a zombie"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process is started by itself")
+def test_where_the_process_that_forks_is_gone_another_one_does() -> None:
+    template = RowTemplate("{{ a }}")
+    parent = int(Path(f"/proc/{worker_of(template)}/stat").read_text().split()[3])
+    os.kill(parent, signal.SIGKILL)
+    assert template.render([{"a": 1}, {"a": 2}]) == ["1", "2"]
+    others = [RowTemplate("{{ b }}") for _ in range(2)]
+    assert [each.render([{"b": 3}]) for each in others] == [["3"], ["3"]]
+    assert len({int(Path(f"/proc/{worker_of(each)}/stat").read_text().split()[3]) for each in others} - {parent}) == 1

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from prefillcli.followup.evidence import MOST_SECTIONS, Ablation, prompt_sections, variable_sections
 from prefillcli.models.adapters import AdapterFiles, AdapterVariants
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.rows.records import Prompt
 from tests.unit.conftest import CHAT
 from tests.unit.prompts.test_prompts import batch_of, build

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken
 
 from prefillcli.errors import UsageError
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import PromptBuilder
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.thinking import ChatChoices
 from tests.unit.prompts.test_prompts import batch_of, build, tokens
 

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.core.windows import Prefetcher, SeenIds, WindowSize, windows
-from prefillcli.prompts.builder import BuilderClosed, PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import BuilderClosed, PromptBuilder
 from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.records import Window
 

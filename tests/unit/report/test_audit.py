@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, hypergeom
 
-from prefillcli.stats.evaluation import Audit, auc, audit_lines, audit_of, exact_interval, flip_bound, rows_for
+from prefillcli.report.run import audit_lines
+from prefillcli.stats.evaluation import auc
+from prefillcli.stats.flips import Audit, audit_of, flip_bound, rows_for
+from prefillcli.stats.intervals import exact_interval
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
@@ -128,7 +131,7 @@ def test_lines_of_one_row_and_one_class() -> None:
     assert audit_lines(audit_of([(0.7, 0.6, True)])) == [
         (
             "audit",
-            "1 row also in full: 0 flips (0.0 %, 95 % interval 0.0-97.5 %), score difference 0.1 mean, 0.1 largest",
+            "1 row also in full: 0 flips (0 %, 95 % interval 0.0-97.5 %), score difference 0.1 mean, 0.1 largest",
         ),
         ("audit AUC", "none: the known answers (1) are all the same"),
     ]

@@ -31,7 +31,7 @@ def figures(rows: int = 400) -> Evaluation:
 
 def run_of(found: Evaluation, **more: object) -> RunReport:
     report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
-    report.evaluation = RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})
+    report.evaluations["answer"] = RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})
     return report
 
 
@@ -59,7 +59,7 @@ def test_what_values_were_taken_for_is_told_where_it_is_not_plain() -> None:
         TruthValue(value='"\x1b[31mgodo"', label=None, rows=2),
     ]
     mistakes = Mistakes.of({"go\x1bod": 2, "x": 1}, ["good", "bad"])
-    lines = dict(evaluation_lines(run_of(figures(), truth_values=values, mistakes=mistakes).evaluation))
+    lines = dict(evaluation_lines(run_of(figures(), truth_values=values, mistakes=mistakes).evaluations["answer"]))
     assert lines["truth"] == "1 is good (1,200)"
     assert lines["right answers"] == "3 rows with no label: go␛od (2 rows), nearest is good; x"
 

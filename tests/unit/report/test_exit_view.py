@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.reading.exits.learning import ExitUse, UsedExit, exit_lines, gain_plot, section
-from prefillcli.reading.exits.policy import GainPoint, JudgedLabel
+from prefillcli.reading.exits.findings import GainPoint, JudgedLabel
+from prefillcli.reading.exits.report import ExitUse, QuestionExits, UsedExit, exit_lines, gain_plot, section, state_of
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
-from prefillcli.rows.output.columns import AuditedExits, Counts, LayerRows
+from prefillcli.rows.output.tallies import AuditedExits, Counts, LayerRows
 from prefillcli.scoring.compose import sections_of
 from tests.unit.report.test_metrics import metrics
 from tests.unit.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
@@ -19,10 +20,10 @@ COUNTS = Counts(
     total=1010,
     scored=1000,
     errors=10,
-    audited_exits={"": {"yes": AuditedExits(40, 30, 2), "no": AuditedExits(160, 140, 0)}},
+    audited_exits={"answer": {"yes": AuditedExits(40, 30, 2), "no": AuditedExits(160, 140, 0)}},
 )
 COUNTS.tallies.exit_layers = {
-    "": {
+    "answer": {
         "full": LayerRows(100, 20_000),
         "22": LayerRows(300, 40_000),
         "9": LayerRows(600, 60_000),
@@ -31,11 +32,8 @@ COUNTS.tallies.exit_layers = {
 
 
 def use_of(**changes: object) -> ExitUse:
-    use = ExitUse(
+    own = QuestionExits(
         status="calibrated",
-        max_flips=0.01,
-        model_layers=30,
-        calibration_rows=1400,
         classes=[
             JudgedLabel(label="yes", fitted=350, judged=350, flips=0, bound=0.0085, rows_needed=299),
             JudgedLabel(label="no", fitted=350, judged=150, flips=0, bound=0.0198, rows_needed=299),
@@ -44,18 +42,30 @@ def use_of(**changes: object) -> ExitUse:
             UsedExit(layer=9, probe="ridge", peek=True, thresholds={"yes": 1.5, "no": None}, expected=0.55),
             UsedExit(layer=22, probe="lens", peek=False, thresholds={"yes": 0.25, "no": 2.0}, expected=0.35),
         ],
-        layers_saved=0.4321,
         predicted_gain=1.61,
-        layers_gain=1.52,
-        measured_gain=1.48,
-        kept_alive={"1": 300.0, "2": 100.0, "3-5": 0.0, ">10": 600.0},
         curve=[
             GainPoint(leaving=0.0, flip_rate=0.0, gain=1.0),
             GainPoint(leaving=0.9, flip_rate=0.02, gain=1.5),
             GainPoint(leaving=0.5, flip_rate=0.004, gain=1.25),
         ],
     )
-    return use.model_copy(update=changes)
+    own = own.model_copy(update={name: value for name, value in changes.items() if name in QuestionExits.model_fields})
+    given = {
+        "max_flips": 0.01,
+        "model_layers": 30,
+        "calibration_rows": 1400,
+        "layers_saved": 0.4321,
+        "layers_gain": 1.52,
+        "measured_gain": 1.48,
+        "kept_alive": {"1": 300.0, "2": 100.0, "3-5": 0.0, ">10": 600.0},
+    }
+    given |= {name: value for name, value in changes.items() if name not in QuestionExits.model_fields}
+    return ExitUse.model_validate(state_of({"answer": own}) | {"questions": {"answer": own}} | given)
+
+
+def bare(own: QuestionExits, **more: Any) -> ExitUse:
+    questions = {"answer": own}
+    return ExitUse(**state_of(questions), max_flips=0.01, model_layers=4, questions=questions, **more)
 
 
 def report_with(use: ExitUse, counts: Counts = COUNTS) -> RunReport:
@@ -72,15 +82,16 @@ def test_the_report_has_rows_by_layer_and_exact_intervals_of_the_audit() -> None
     assert [(name, each.rows, each.prompt_tokens) for name, each in use.by_layer.items()] == [
         ("9", 600, 60_000), ("22", 300, 40_000), ("full", 100, 20_000),
     ]  # fmt: skip
-    assert [(each.rows, each.share) for each in use.layers] == [(600, 0.6), (300, 0.3)]
-    for each in use.audited:
-        found = COUNTS.audited_exits[""][each.label]
+    (own,) = use.questions.values()
+    assert [(each.rows, each.share) for each in own.layers] == [(600, 0.6), (300, 0.3)]
+    for each in own.audited:
+        found = COUNTS.audited_exits["answer"][each.label]
         exact = binomtest(found.flips, found.rows).proportion_ci(0.95, "exact")
         assert each.interval == pytest.approx((exact.low, exact.high))
         one_sided = binomtest(found.flips, found.rows, alternative="less").proportion_ci(0.95, "exact")
         assert each.bound == pytest.approx(one_sided.high)
         assert (each.rows, each.left, each.flips) == found
-    assert [each.label for each in use.audited] == ["no", "yes"]
+    assert [each.label for each in own.audited] == ["no", "yes"]
 
 
 def test_the_table_says_who_left_where_and_what_it_brought() -> None:
@@ -121,7 +132,7 @@ def test_rows_to_learn_from_could_not_leave() -> None:
     use = report.exits
     assert use is not None
     assert (use.rows, use.free_rows) == (1000, 940)
-    assert [each.share for each in use.layers] == pytest.approx([600 / 940, 300 / 940])
+    assert [each.share for each in use.questions["answer"].layers] == pytest.approx([600 / 940, 300 / 940])
     assert dict(run_lines(report))["exit layers"] == (
         "of 30: after 9 63.8%, 55.0% expected; after 22 31.9%, 35.0% expected; to the end 4.3%; "
         "without 60 rows to learn from"
@@ -136,7 +147,7 @@ def test_where_nothing_is_proven_no_bound_is_shown() -> None:
         status="none", reason="no exit pays", layers=[], layers_saved=0.0, layers_gain=None, measured_gain=None,
         classes=[JudgedLabel(label="no", fitted=350, judged=578, flips=0, bound=1.0, rows_needed=299)],
     )  # fmt: skip
-    none_left = Counts(total=9, scored=9, audited_exits={"": {"no": AuditedExits(5, 0, 0)}})
+    none_left = Counts(total=9, scored=9, audited_exits={"answer": {"no": AuditedExits(5, 0, 0)}})
     report = report_with(refused, none_left)
     lines = dict(run_lines(report))
     assert lines["exits, judged"] == "no 578 rows, nothing proven"
@@ -161,7 +172,7 @@ def test_without_exits_nothing_speaks_of_them() -> None:
 
 
 def test_a_run_whose_exits_were_refused_shows_the_reason_and_no_empty_table() -> None:
-    refused = ExitUse(status="none", reason="no label had enough rows", max_flips=0.01, model_layers=4)
+    refused = bare(QuestionExits(status="none", reason="no label had enough rows"))
     report = report_with(refused, Counts(total=3, scored=3))
     text = Page(run_html(report)).text
     assert "none: no label had enough rows" in text
@@ -175,7 +186,8 @@ def test_the_page_shows_all_of_it_and_hostile_labels_as_text() -> None:
     use = use_of(layers=[
         UsedExit(layer=9, probe="ridge", peek=True, thresholds={HOSTILE: 1.5, "no": None}, expected=0.55),
     ])  # fmt: skip
-    use.classes[0] = use.classes[0].model_copy(update={"label": HOSTILE})
+    own = use.questions["answer"]
+    own.classes[0] = own.classes[0].model_copy(update={"label": HOSTILE})
     html = run_html(report_with(use))
     assert_fetches_nothing(html)
     assert "\u202e" not in html
@@ -189,8 +201,8 @@ def test_the_page_shows_all_of_it_and_hostile_labels_as_text() -> None:
 
 
 def test_the_curve_goes_through_the_points_of_the_judged_rows() -> None:
-    use = use_of()
-    plot = gain_plot(use)
+    use = use_of().questions["answer"]
+    plot = gain_plot(use, 0.01)
     assert plot is not None
     x, y = [float(tick.text.split()[0]) for tick in plot.x], [float(tick.text.rstrip("x")) for tick in plot.y]
     points = [tuple(map(float, point.split(","))) for point in plot.lines[0].split()]
@@ -200,7 +212,7 @@ def test_the_curve_goes_through_the_points_of_the_judged_rows() -> None:
         assert flips == pytest.approx(own_flips, abs=1e-4)
         assert gain == pytest.approx(own_gain, abs=1e-3)
     assert float(plot.lines[1].split(",")[0]) / 100 * x[-1] == pytest.approx(1.0, abs=0.01)
-    assert gain_plot(use_of(curve=use.curve[:1])) is None
+    assert gain_plot(use.model_copy(update={"curve": use.curve[:1]}), 0.01) is None
 
 
 def test_the_metrics_and_the_last_line_have_the_numbers_of_the_report() -> None:
@@ -217,7 +229,7 @@ def test_the_metrics_and_the_last_line_have_the_numbers_of_the_report() -> None:
 
 
 def test_a_bound_for_all_rows_together_is_said_to_be_one() -> None:
-    use = ExitUse(status="calibrated", max_flips=0.01, flips_of="all", model_layers=4, calibration_rows=600)
+    use = bare(QuestionExits(status="calibrated"), flips_of="all", calibration_rows=600)
     assert dict(exit_lines(use))["exits"] == (
         "learnt from 600 rows in full; of all rows at most 1 % flip (95 % confidence)"
     )

@@ -12,7 +12,8 @@ from rich.console import Console
 from scipy.stats import entropy
 
 from prefillcli.engines.base import Readings
-from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, Float64Array
+from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy
+from prefillcli.stats.arrays import Float64Array
 from prefillcli.tools.inspection import (
     MarginCurve,
     inspection_html,

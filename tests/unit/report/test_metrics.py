@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefillcli.report.run import RunReport, to_metrics
-from prefillcli.stats.evaluation import audit_of
+from prefillcli.stats.flips import audit_of
 
 NOW = 1_760_000_000.25
 
@@ -32,7 +32,7 @@ def test_numbers_are_those_of_the_report() -> None:
     report.tokens.prompt, report.tokens.draft = 1234, 99
     report.seconds.total, report.seconds.model = 1.5, 1e-7
     report.peak_memory_bytes.host, report.peak_memory_bytes.device = 1 << 33, 1 << 34
-    report.audit = audit_of([(0.2, 0.7, None), (0.2, 0.1, None)])
+    report.audits["answer"] = audit_of([(0.2, 0.7, None), (0.2, 0.1, None)])
     found = metrics(report)
     expected = {
         ("prefill_run_success", ""): 0,

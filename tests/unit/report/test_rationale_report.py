@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
 from prefillcli.followup.rationale import NO_REASON, RationaleFollowUp, RationaleUse, WrittenRow
 from prefillcli.report.run import RunReport, run_html, run_lines
-from prefillcli.rows.output.columns import Counts, RationaleTally, Tallies
+from prefillcli.rows.output.tallies import Counts, RationaleTally, Tallies
 from prefillcli.rows.output.target import Manifest
 from prefillcli.scoring.compose import sections_of
 from prefillcli.walk.continuations import DecodingReport, DrafterCounts

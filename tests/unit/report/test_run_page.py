@@ -12,8 +12,8 @@ import pytest
 
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
 from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, score_plot
-from prefillcli.rows.output.columns import Counts
-from prefillcli.stats.evaluation import audit_of
+from prefillcli.rows.output.tallies import Counts
+from prefillcli.stats.flips import audit_of
 from tests.unit.report.browser import CHROMIUM, browser
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202egnp.exe\x00\"'><img src=http://evil/x onerror=alert(2)>&amp;"
@@ -85,7 +85,7 @@ def report_of(rows: pa.Table) -> RunReport:
     seconds = report.seconds
     seconds.total, seconds.load, seconds.model, seconds.tokenize = 20.0, 3.0, 15.0, 1.0
     report.memory_trace = MemoryTrace.of([(at / 5, (200 + at) << 20, at << 22) for at in range(100)])
-    report.audit = audit_of([(0.2, 0.7, True), (0.4, 0.3, False), (0.9, 0.8, True)] * 10)
+    report.audits["answer"] = audit_of([(0.2, 0.7, True), (0.4, 0.3, False), (0.9, 0.8, True)] * 10)
     report.settings = {"model": "some/model", "labels": "Yes,No", "limit": None, "keep_columns": ["a", "b"]}
     report.versions, report.fingerprint = {"torch": "2.8"}, {"input": "abc"}
     return report

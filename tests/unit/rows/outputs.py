@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.plan.behind import LabelSet
-from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.target import Job
 from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window
@@ -28,8 +29,11 @@ TOO_LONG = RowError("prompt_too_long", "9 tokens, the limit is 8")
 
 def open_sink(output: str | Path, kind: type[Sink] = Sink, **options: Any) -> Any:
     """`options` are those of the job, of the schema, and of `Sink.open`."""
+    own = {each.name: options.pop(each.name) for each in fields(AnswerColumns) if each.name in options}
+    own["groups"] = groups = own.get("groups", frozenset())
     given: dict[str, Any] = {
-        "labels": LABELS,
+        "questions": (AnswerColumns(**{"labels": LABELS} | own),),
+        "groups": groups,
         "id_name": "id",
         "carried": pa.schema([("id", pa.string()), ("kept", pa.int64())]),
     } | options

@@ -16,17 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.rows.output.answers import AnswerColumns, answers_of, described
-from prefillcli.rows.output.columns import Groups, OutputSchema
-from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS, Target
+from prefillcli.rows.output.target import ANSWERS, Target
 from prefillcli.rows.records import ScoredRow, joined_row
-from prefillcli.stats.evaluation import label_probabilities
+from prefillcli.stats.labels import label_probabilities
 from tests.unit.rows.outputs import FINGERPRINT, make_window, open_sink, read
 
 QUESTIONS = (
-    OutputSchema(labels=("Yes", "No"), name="fox", type="predicate", options=(True, False)),
-    OutputSchema(labels=("calm", "a 'b' \"c\"", "é.f"), name="tone", type="choice", options=("calm", "b", "f")),
-    OutputSchema(labels=("1", "2", "3"), name="stars", type="score", options=("1", "2", "3"), values=(1.0, 2.0, 5.0)),
-    OutputSchema(labels=("true", "false"), name="told", type="choice", options=(True, False)),
+    AnswerColumns(labels=("Yes", "No"), name="fox", type="predicate", options=(True, False)),
+    AnswerColumns(labels=("calm", "a 'b' \"c\"", "é.f"), name="tone", type="choice", options=("calm", "b", "f")),
+    AnswerColumns(labels=("1", "2", "3"), name="stars", type="score", options=("1", "2", "3"), values=(1.0, 2.0, 5.0)),
+    AnswerColumns(labels=("true", "false"), name="told", type="choice", options=(True, False)),
 )
 ASKED = st.lists(
     st.tuples(*(st.lists(st.floats(-40, 0), min_size=len(own.labels), max_size=len(own.labels)) for own in QUESTIONS)),
@@ -36,13 +35,13 @@ ASKED = st.lists(
 
 
 def answers(temperature: float = 1.0) -> list[AnswerColumns]:
-    return [AnswerColumns(own.name, own.type, own.labels, own.values, temperature) for own in QUESTIONS]
+    return [replace(own, temperature=temperature) for own in QUESTIONS]
 
 
 class Written:
     """An output with these answers; the third question is not asked about the second row, and one row is wrong."""
 
-    def __init__(self, output: str, logprobs: list[Any], temperature: float, *, by_row: bool) -> None:
+    def __init__(self, output: str, logprobs: list[Any], temperature: float) -> None:
         self.output, count = output, len(logprobs)
         asked = [QUESTIONS[0], QUESTIONS[1], self.some(), QUESTIONS[3]]
         rows = [
@@ -50,12 +49,9 @@ class Written:
             for row, each in enumerate(logprobs)
         ]
         fingerprint = FINGERPRINT | {ANSWERS: described(answers(temperature))}
-        fingerprint |= {QUESTION_ROWS: "yes"} if by_row else {}
         with open_sink(
             output,
-            labels=QUESTIONS[0].labels,
             questions=tuple(asked),
-            groups=Groups(["question_rows"] if by_row else []),
             fingerprint=fingerprint,
         ) as sink:
             sink.write(make_window(0, list(range(count + 1)), bad=(count,)), rows, {}, temperature=temperature)
@@ -66,8 +62,12 @@ class Written:
         self.shares.append([None] * len(QUESTIONS))
 
     @staticmethod
-    def some() -> OutputSchema:
+    def some() -> AnswerColumns:
         return replace(QUESTIONS[2], when=lambda rows: set(rows.numbers.tolist()) - {1})
+
+
+def asked(shares: Any) -> list[Any]:
+    return [None if np.isnan(each).any() else each for each in shares.tolist()]
 
 
 def assert_near(found: Any, wanted: Any) -> None:
@@ -79,56 +79,42 @@ def assert_near(found: Any, wanted: Any) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     logprobs=ASKED, temperature=st.sampled_from([0.5, 1.0, 3.0]), form=st.sampled_from(["parquet", "jsonl"]),
-    by_row=st.booleans(),
 )  # fmt: skip
-def test_what_is_read_back_is_what_was_answered(
-    logprobs: list[Any], temperature: float, form: str, by_row: bool
-) -> None:
+def test_what_is_read_back_is_what_was_answered(logprobs: list[Any], temperature: float, form: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        written = Written(f"{folder}/o.{form}", logprobs, temperature, by_row=by_row)
+        written = Written(f"{folder}/o.{form}", logprobs, temperature)
         rows = read(written.output)
         target = Target.parse(written.output)
         for number, (own, columns) in enumerate(zip(QUESTIONS, answers(temperature), strict=True)):
             wanted = [each[number] for each in written.shares]
-            if by_row:
-                told = [row["probabilities"] for row in rows[number :: len(QUESTIONS)]]
-            else:
-                told = [row[columns.column(columns.source("score"))] for row in rows]
+            told = [row[columns.told[0]] for row in rows]
             for values in (told, [None if value is None else json.dumps(value) for value in told]):
-                shares = columns.shares(values).tolist()
-                assert_near([None if np.isnan(each).any() else each for each in shares], wanted)
-
-            def column(meaning: str, name: str = own.name) -> list[Any]:
-                found = pa.concat_tables(target.tables([f"{name}.{meaning}" if meaning else name]))
-                return list(found.column(0).to_pylist())
-
-            known = [each for each in wanted if each is not None]
-            assert_near(column("score"), [each and each[0] for each in wanted])
-            assert column("prediction") == [each and own.labels[int(np.argmax(each))] for each in wanted]
-            for at, label in enumerate(own.labels):
-                assert_near(column(f"score_{label}"), [each and each[at] for each in wanted])
-            logs = np.array([column(f"logprob_{label}") for label in own.labels], float).T
+                assert_near(asked(columns.shares(values)), wanted)
+            names = dict.fromkeys([*columns.told, *(columns.column(each) for each in ("", "label_mass"))])
+            table = pa.concat_tables(target.tables([*names]))
+            assert_near(asked(columns.shares_in(table)), wanted)
+            table = columns.with_answer(table)
+            assert_near(table[f"{own.name}.score"].to_pylist(), [each and each[0] for each in wanted])
+            said = table[f"{own.name}.prediction"].to_pylist()
+            assert said == [each and own.labels[int(np.argmax(each))] for each in wanted]
+            logs = columns.logs_in(table)
             logs = logs[~np.isnan(logs).any(axis=1)]  # at a temperature of 1, but for a constant of each row
+            known = [each for each in wanted if each is not None]
             sure = np.array([min(each) > 1e-6 for each in known])
             original = np.array([each[number] for each, s in zip(logprobs, wanted, strict=False) if s is not None])
             apart = logs[sure] - original[sure] if len(known) else np.zeros((0, 1))
             assert np.ptp(apart, axis=1) == pytest.approx(0, abs=1e-8)
-            if own.type == "score":
-                assert_near(column("mean"), [each and float(np.dot(each, own.values)) for each in wanted])
-            if own.type != "predicate":
-                found = column("probabilities")
-                assert_near([each and list(each.values()) for each in found], wanted)
-                assert {tuple(each) for each in found if each is not None} <= {own.labels}
-        first = pa.concat_tables(target.tables(["score", "prediction", "error"])).to_pylist()
-        assert_near([row["score"] for row in first], [each[0] and each[0][0] for each in written.shares])
-        assert [row["error"] for row in first] == [None] * len(logprobs) + ["prompt_too_long"]
+            answers_said = [row[own.name] for row in rows]
+            assert table[own.name].to_pylist() == pytest.approx(answers_said)  # of its own type in every format
+        errors = pa.concat_tables(target.tables(["error"]))["error"].to_pylist()
+        assert errors == [None] * len(logprobs) + ["prompt_too_long"]
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_columns_have_the_types_of_their_answers(tmp_path: Path, form: str) -> None:
     logprobs = [[np.log([0.3, 0.1]), np.log([0.1, 0.2, 0.3]), np.log([0.1, 0.1, 0.2]), np.log([0.1, 0.4])]] * 2
     output = str(tmp_path / f"o.{form}")
-    Written(output, logprobs, 1.0, by_row=False)
+    Written(output, logprobs, 1.0)
     row, second, wrong = read(output)
     assert row["fox"] == pytest.approx(0.75)
     assert row["tone"] == "é.f"
@@ -150,5 +136,5 @@ def test_columns_have_the_types_of_their_answers(tmp_path: Path, form: str) -> N
 
 
 def test_a_fingerprint_describes_the_answers() -> None:
-    assert answers_of(described(answers(2.0))) == answers(2.0)
+    assert answers_of(described(answers(2.0))) == [replace(own, options=()) for own in answers(2.0)]
     assert answers_of("") == []

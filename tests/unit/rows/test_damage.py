@@ -44,7 +44,7 @@ def begun(folder: str | Path, *, temperature: float = 1.0, **options: Any) -> Pa
     """The work folder of a job with some rows of every window."""
     output = f"{folder}/o.parquet"
     with open_sink(output, **options) as sink:
-        sink.plan = {"pack_tokens": 64}
+        sink.save_plan({"pack_tokens": 64})
         score_all(sink, WINDOWS[:2], temperature=temperature)
         sink.write(WINDOWS[2], [scored(11), scored(13)], {}, temperature=temperature)
     return Path(output + ".prefill")

@@ -20,9 +20,10 @@ from prefillcli.core.windows import (
     WindowSize,
     windows,
 )
-from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
+from prefillcli.prompts.settings import PromptSettings
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import Shard
 from prefillcli.rows.records import Window

@@ -17,7 +17,7 @@ from typesafe_sdk import SystemOneResponse
 
 from prefillcli.rows.output import batches
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE, response_of
-from prefillcli.rows.records import encode_json
+from prefillcli.rows.values import encode_json
 from tests.unit.asking.decision_bodies import Body, openai_bodies, probabilities_for, systemone_bodies
 
 SEEDS = st.integers(0, 2**32 - 1)

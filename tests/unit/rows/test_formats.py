@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.rows.output.columns import kinds_of, type_for, typed_column
+from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.target import CsvFormat, JsonlFormat
 
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from prefillcli.core.windows import SeenIds
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import kinds_of, shown_ids, type_for, typed_column
-from prefillcli.rows.records import as_json, plain_column, plain_type, to_python
+from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
+from prefillcli.rows.output.tallies import shown_ids
+from prefillcli.rows.values import as_json, plain_column, plain_type, to_python
 
 SMALL = st.integers(-3, 120)
 TEXTS = st.text(max_size=3)

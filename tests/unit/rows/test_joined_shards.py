@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 
 from prefillcli.errors import PrefillError
 from prefillcli.rows.output import Shard
-from prefillcli.rows.output.sink import (
-    JoinedShards,
-    ShardSink,
-)
+from prefillcli.rows.output.shards import JoinedShards, ShardSink
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.records import Window
 from tests.unit.rows.outputs import WINDOWS, open_sink, read, score_all

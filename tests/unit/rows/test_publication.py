@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import PrefillError
-from prefillcli.rows.output.sink import publication
+from prefillcli.rows.output.publication import publication
 from prefillcli.rows.output.target import Published, Target
 from prefillcli.runtime import file_calls
 from tests.faults.file_faults import CHANGES

@@ -13,8 +13,10 @@ import pytest
 
 from prefillcli.core.condition import LimitedCondition, RowCondition, row_values
 from prefillcli.core.further import RowSelection
-from prefillcli.rows.output.columns import COLUMNS, Group, OutputSchema, ResultRows
-from prefillcli.rows.output.sink import of_schema, to_schema
+from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.columns import COLUMNS, Group, ResultRows
+from prefillcli.rows.output.schema import OutputSchema
+from prefillcli.rows.output.shards import of_schema, to_schema
 from tests.unit.rows.outputs import LABELS, finished, make_window, open_sink, read, scored
 
 
@@ -25,8 +27,7 @@ def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_pat
     assert Path(plain).read_bytes() == Path(asked).read_bytes()
     names = pq.read_schema(plain).names
     assert not {"rationale", "rationale_tokens", "finish_reason", "evidence"} & set(names)
-    only_evidence = OutputSchema(labels=LABELS, groups=frozenset({"evidence"})).results.names
-    assert [*OutputSchema(labels=LABELS).results.names, "evidence"] == only_evidence
+    assert [*schema_with().results.names, "evidence"] == schema_with("evidence").results.names
 
 
 def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:
@@ -34,20 +35,23 @@ def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:
         with open_sink(tmp_path / f"{group}.parquet", groups=frozenset({group})) as sink:
             schema = sink.schema
             assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
-    without_columns = {"question_rows"}  # it says how rows are written
-    assert {column.group for column in COLUMNS} - {None} == set(get_args(Group)) - without_columns
+    assert {column.group for column in COLUMNS} - {None} == set(get_args(Group))
+
+
+def schema_with(*groups: Group, **more: Any) -> OutputSchema:
+    own = AnswerColumns(labels=LABELS, groups=frozenset(groups))
+    return OutputSchema(questions=(own,), groups=own.groups, **more)
 
 
 def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> OutputSchema:
     kept = pa.string() if json_carried else pa.int64()
-    return OutputSchema(
-        labels=LABELS,
+    return schema_with(
+        "exits",
+        "label_scores",
+        "rationales",
         id_name=id_name,
         carried=pa.schema([("id", pa.string()), ("kept", kept)]),
         json_carried=json_carried,
-        json_text=False,
-        truth=None,
-        groups=frozenset({"exits", "label_scores", "rationales"}),
     )
 
 
@@ -60,13 +64,12 @@ def choice(condition: str, **of: Any) -> LimitedCondition:
 def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
     window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
     numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
-    groups = frozenset({"exits", "label_scores"})
-    schema = OutputSchema(labels=LABELS, groups=groups)
+    schema = schema_with("exits", "label_scores")
     rows = ResultRows.of(window, [scored(row) for row in numbers], {}, schema, 2.0)
     output = tmp_path / "o.parquet"
     kept = pa.string() if json_carried else pa.int64()
     carried = pa.schema([("id", pa.string()), ("kept", kept)])
-    with open_sink(output, groups=groups, carried=carried, json_carried=json_carried) as sink:
+    with open_sink(output, groups=schema.groups, carried=carried, json_carried=json_carried) as sink:
         sink.write(window, [scored(row) for row in (*numbers, 5)], {}, temperature=2.0)
         sink.finish(1)
     written = dict(zip(range(3, 12), read(str(output)), strict=True))
@@ -86,7 +89,7 @@ def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_car
 
 def test_a_row_without_an_id_has_its_number() -> None:
     window = make_window(0, [4, 9])
-    rows = ResultRows.of(window, [scored(4), scored(9)], {}, OutputSchema(labels=LABELS), 1.0)
+    rows = ResultRows.of(window, [scored(4), scored(9)], {}, schema_with(), 1.0)
     assert choice("row > 4", id_name=None).chosen(window, rows) == [9]
     schema = schema_of(id_name=None)
     assert row_values(window, rows, schema, {"row", "kept"}) == [{"kept": 40, "row": 4}, {"kept": 90, "row": 9}]
@@ -96,6 +99,6 @@ def test_a_number_that_is_not_finite_is_no_reason_to_write() -> None:
     window = make_window(0, [4, 9])
     broken = scored(9)
     broken.logprobs = np.array([np.nan, 0.0, 0.0])
-    rows = ResultRows.of(window, [scored(4), broken], {}, OutputSchema(labels=LABELS), 1.0)
+    rows = ResultRows.of(window, [scored(4), broken], {}, schema_with(), 1.0)
     assert [*RowSelection(schema_of()).wanted(window, [scored(4), broken])] == [4]
     assert choice("not (score > 2)").chosen(window, rows) == [4]

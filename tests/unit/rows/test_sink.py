@@ -23,7 +23,9 @@ from prefillcli.errors import OutputConflictError, PrefillError, UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.rows.output import parts
 from prefillcli.rows.output.sink import Sink
-from prefillcli.rows.records import Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.rows.proof import with_checksum
+from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window
+from prefillcli.stats.arrays import Int64Array
 from tests.unit.rows.outputs import (
     BAD,
     FINGERPRINT,
@@ -196,7 +198,7 @@ class TestConflicts:
 
     def test_a_job_that_never_wrote_a_row_is_in_nobodys_way(self, output: str) -> None:
         with open_sink(output) as sink:
-            sink.plan = {"packs": 3}
+            sink.save_plan({"packs": 3})
         with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}) as sink:
             assert sink.plan == {}
 
@@ -205,8 +207,9 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     output = f"{tmp_path}/o.parquet"
     finished(output)
     manifest = Path(output + ".prefill/manifest.json")
-    older = {"schema_version": 1, "digest": "d", "fingerprint": FINGERPRINT, "plan": {}, "state": "complete"}
-    manifest.write_text(json.dumps(older | {"counts": None, "created": "2026-01-01"}))
+    content = json.loads(manifest.read_bytes()) | {"schema_version": 1}
+    del content["checksum"]
+    manifest.write_bytes(with_checksum(content))
     with pytest.raises(OutputConflictError, match=r"another version(.|\n)*--overwrite"):
         open_sink(output, resume=True)
     finished(output, overwrite=True)

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.errors import ContentChangedError
+from prefillcli.rows.input.selection import Selection
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.records import Selection
 
 Write = Callable[..., str]
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 from transformers import AutoTokenizer
 
 from prefillcli.core.run import Run
-from prefillcli.core.scorer import USUAL
 from prefillcli.core.windows import MAX_ROWS
 from prefillcli.engines.base import WorkerReport
 from prefillcli.models.files import sample_model
@@ -28,7 +27,7 @@ from prefillcli.plan.plan import Plan
 from prefillcli.prompts.labels import ClassLabels
 from prefillcli.prompts.questions import Label
 from prefillcli.report.run import RunReport
-from prefillcli.rows.records import Int32Array, Prompt, Window
+from prefillcli.rows.records import Prompt, Window
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
 from prefillcli.scoring.loop import ScoringLoop, ScoringOptions
@@ -46,7 +45,8 @@ from prefillcli.scoring.runners.pool import (
     Task,
     WorkerSpec,
 )
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.arrays import Int32Array
+from prefillcli.stats.labels import Measure
 
 
 class SimulatedCrew:
@@ -211,13 +211,13 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
         )  # fmt: skip
         pool.begin(plans=True, pack_tokens=pack_tokens)
         opened = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(sample_model()))
-        run: Any = Run(settings, RunReport(), "", Clock(), stop)
-        run.sink = _NoSink()
-        run.scorer = SimpleNamespace(
-            granularity=USUAL, inputs=SimpleNamespace(labels=_CLASSES, probabilities=None, opened=opened)
-        )
-        recorder = Recorder(run, lambda: None)
-        options = ScoringOptions("prefix-tree", BLOCK_TOKENS)
+        unchanged = SimpleNamespace(require_unchanged=lambda *rows: None)
+        inputs: Any = SimpleNamespace(settings=settings, labels=_CLASSES, opened=opened, source=unchanged)
+        parts: Any = SimpleNamespace(probabilities=None)
+        sink: Any = _NoSink()
+        models: Any = unchanged
+        recorder = Recorder(Run(RunReport(), Clock(), stop, inputs, sink), parts, models, lambda: None)
+        options = ScoringOptions(BLOCK_TOKENS)
         scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)
     least = (sum(crew.busy) - crew.refilled) / workers

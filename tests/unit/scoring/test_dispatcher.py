@@ -95,7 +95,7 @@ def test_a_long_prefix_is_not_computed_twice_for_a_short_rest() -> None:
     assert crew.refilled == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_job_of_several_windows_is_shared_out_evenly(workload: str) -> None:
     """On the simulated clock, so the numbers are the same on every machine."""

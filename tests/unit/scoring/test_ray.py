@@ -236,7 +236,7 @@ def test_a_signal_stops_the_job_its_actors_and_its_ray(job: Path, signum: int) -
 
 
 def test_what_has_no_room_is_an_error_that_says_so(job: Path, cluster: Any) -> None:
-    driver = Driver(job, "--worker-resources", "special=1", "--ray-timeout", "2", address=cluster.address)
+    driver = Driver(job, "--worker-resources", "special=1", "--set", "ray_timeout=2", address=cluster.address)
     said = driver.end(60)
     assert said["exit_code"] == 5
     assert (

@@ -129,7 +129,7 @@ def test_a_worker_takes_a_gpu_where_there_are_any_and_what_was_asked_for() -> No
 
 
 def test_resources_are_amounts_by_name(model: Path) -> None:
-    given = settings(model, worker_resources=["num_cpus=4", "memory=8GiB", "special=1"]).worker_resources
+    given = settings(model, worker_resources=["num_cpus=4", "memory=8GiB", "special=1"]).processes.worker_resources
     assert given == {"num_cpus": 4.0, "memory": float(8 << 30), "special": 1.0}
     for wrong, why in (("CPU=4", "CPU is not a resource: use num_cpus"), ("special=x", "special must be a number")):
         with pytest.raises(UsageError, match=why):

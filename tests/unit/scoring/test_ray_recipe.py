@@ -23,8 +23,8 @@ CLUSTER: dict[str, Any] = yaml.safe_load(TEXT)
 
 def test_the_job_fits_the_cluster() -> None:
     settings = load_settings(ScoreSettings, {}, recipe=str(RECIPES / "job.yaml"), environment={})
-    assert (settings.runner, settings.ray_address) == ("ray", "auto")
-    assert settings.workers == CLUSTER["max_workers"] == len(CLUSTER["provider"]["worker_ips"])
+    assert (settings.processes.runner, settings.processes.ray_address) == ("ray", "auto")
+    assert settings.processes.workers == CLUSTER["max_workers"] == len(CLUSTER["provider"]["worker_ips"])
 
 
 def test_the_commands_of_the_cluster_are_valid() -> None:
@@ -36,7 +36,7 @@ def test_the_commands_of_the_cluster_are_valid() -> None:
         given = group.commands[name].make_context(name, words).params
         flags = {key: value for key, value in given.items() if value not in (None, (), []) and key != "recipe"}
         assert given["recipe"] == "ray.yaml"
-        assert load_settings(ScoreSettings, flags, recipe=str(RECIPES / "job.yaml"), environment={}).resume
+        assert load_settings(ScoreSettings, flags, recipe=str(RECIPES / "job.yaml"), environment={}).files.resume
     (copied,) = CLUSTER["head_setup_commands"]
     source, target = (Path(word) for word in shlex.split(copied)[1:])
     assert (RECIPES.parents[1] / source.relative_to("/srv/scoring")).is_file()

@@ -124,7 +124,7 @@ def test_drafts_and_audits_work_in_workers(rows: Path, model: Path, draft: Path)
     one, two = read_report("one.run.json"), read_report("two.run.json")
     assert two["tokens"]["draft"] == one["tokens"]["draft"] > 0
     for name in ("rows", "flips"):
-        assert two["audit"][name] == one["audit"][name]
+        assert two["audits"]["answer"][name] == one["audits"]["answer"][name]
 
 
 @pytest.fixture

@@ -166,14 +166,14 @@ def broken(rate: Callable[[np.ndarray], np.ndarray], rows: int) -> int:
     return count
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [100, 700])
 @pytest.mark.parametrize("case", RATES)
 def test_the_promise_is_broken_in_five_percent_of_draws_at_most(case: str, rows: int) -> None:
     assert broken(RATES[case], rows) <= MOST_BROKEN
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [300, 1000])
 def test_per_answer_all_promises_together_are_broken_in_five_percent_at_most(rows: int) -> None:
     draws, goal, count = np.random.default_rng(rows), 0.9, 0
@@ -185,5 +185,6 @@ def test_per_answer_all_promises_together_are_broken_in_five_percent_at_most(row
     assert count <= MOST_BROKEN
 
 
+@pytest.mark.nightly
 def test_the_risk_is_used_and_not_only_kept() -> None:
     assert broken(RATES["every floor just breaks it"], 1200) >= DRAWS * RISK / 2

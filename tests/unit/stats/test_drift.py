@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import beta, binom, binomtest
 
-from prefillcli.reading.exits.judging import chance_of, detectable_rate, drift_alarm, drift_evidence, drifted_classes
+from prefillcli.reading.exits.proof import chance_of, detectable_rate, drift_alarm, drift_evidence, drifted_classes
 
 JOBS, ROWS = 2000, 1500
 

@@ -31,11 +31,11 @@ from prefillcli.stats.evaluation import (
     evaluate_labels,
     evaluate_ordered,
     expected_calibration_error,
-    mean_estimate,
     nearest,
     reliability,
     surest_wrong,
 )
+from prefillcli.stats.intervals import mean_estimate
 
 SCORES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1 / 3, 1.0]), st.floats(0, 1))
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60)
@@ -229,6 +229,7 @@ def test_the_interval_of_the_area_holds_it(rows: int, shift: float) -> None:
     assert 0.93 <= share <= 0.98
 
 
+@pytest.mark.nightly
 def test_the_bootstrap_holds_average_precision_and_calibration_error() -> None:
     scores, truth = simulated(200_000, seed=0)
     whole, parts = evaluate(scores, truth), []

@@ -15,7 +15,7 @@ class _Copy(NamedTuple):
 
 
 class LateCopies:
-    """In place of `CopyStream`. Until something waits for a copy, its target holds no numbers, and what is on the
+    """Instead of `CopyStream`. Until something waits for a copy, its target holds no numbers, and what is on the
     device's side of it has to be alive: memory that is let go of would be used again while it is copied."""
 
     def __init__(self) -> None:

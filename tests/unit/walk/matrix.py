@@ -317,8 +317,7 @@ Which models can be walked layer by layer:
 Every class is built with a few small layers and random weights. Its walk is compared with its own forward over each
 prompt alone, in float32: prompts that share prefixes over two levels, several packs with a prefix held between them,
 kept tokens at their own positions, chunks that divide nothing, and the label logits after each layer. No logit may
-differ by more than 0.0001. `make test-matrix` does this and checks that this page is true. `make architectures` writes
-the page anew.
+differ by more than 0.0001. `make test-matrix` does this and checks this page. `make architectures` writes it.
 
 A model is compared with its own forward when it is loaded, too. If the two differ, it is refused, never scored
 wrongly. Families that all tests of the walk are run with need no such comparison:

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.walk.drafters import DraftModel, StreamingDrafter
+from prefillcli.walk.draft_model import DraftModel, StreamingDrafter
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.walk.lockstep import Chooser, RowText, write_texts
 from prefillcli.walk.walk import LayerWalk

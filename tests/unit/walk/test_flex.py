@@ -199,6 +199,7 @@ def test_flex_attention_is_for_what_flash_does_not_take(monkeypatch: pytest.Monk
         )
 
 
+@pytest.mark.nightly
 def test_one_graph_is_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as on CUDA, with the backend that generates no code."""
     monkeypatch.setattr(

@@ -66,6 +66,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return bool(request.param)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("always", "compiler")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "gpt_oss"])
 def test_scores_are_those_of_the_eager_forward(family: str) -> None:

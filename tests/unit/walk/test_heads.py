@@ -114,7 +114,7 @@ def test_a_head_in_bfloat16_errs_as_transformers_does() -> None:
 
 
 def test_prompts_without_their_padding_end_at_the_last_other_token() -> None:
-    from prefillcli.prompts.builder import without_padding
+    from prefillcli.prompts.fitting import without_padding
 
     rng = np.random.default_rng(0)
     model, drawn = classifier("llama"), rng.integers(3, 211, 20).astype(np.int32)

@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
 
 
+@pytest.mark.sampled(1)
 @needs_kernel
 @each_family
 def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.walk.matrix import INDEX, PAGE, counted, listed, outcome_of
+from tests.unit.walk.matrix import INDEX, PAGE, Outcome, counted, listed, make_page, outcome_of
 from tests.unit.walk.tiny_models import CHANGES, NOT_DECODERS, class_names, make_tiny_config
 from tests.unit.walk.tiny_multimodal import WHOLE, whole_class
 
@@ -23,6 +23,11 @@ def test_the_manuals_counts_are_those_of_the_rows() -> None:
     sentence = counted([LISTED[family][1] for family in class_names()])
     for page in (PAGE, INDEX):
         assert sentence in " ".join(page.read_text().split())
+
+
+def test_the_page_is_as_make_architectures_writes_it() -> None:
+    outcomes = {family: Outcome(kind, note) for family, (_, kind, note) in LISTED.items()}
+    assert make_page(outcomes) == PAGE.read_text()
 
 
 @pytest.mark.matrix

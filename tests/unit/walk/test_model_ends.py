@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk import model_ends
 from prefillcli.walk.forest import UnsupportedModelError
-from prefillcli.walk.layout import IntArray
 from prefillcli.walk.model_ends import HEAD_ROWS, ModelEnds, Recording, decoder_layers, logit_bytes
 from tests.unit.walk.tiny_models import VOCABULARY, make_tiny_model
 
@@ -53,7 +53,7 @@ def ends_of(family: str) -> Iterator[tuple[Any, ModelEnds]]:
         ends.close()
 
 
-def through_layers(ends: ModelEnds, recording: Recording, depths: IntArray) -> Tensor:
+def through_layers(ends: ModelEnds, recording: Recording, depths: Int64Array) -> Tensor:
     """The folded residual stream after the last layer."""
     hidden = recording.hidden
     for layer, call in zip(ends.layers, recording.calls, strict=True):

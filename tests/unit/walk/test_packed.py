@@ -45,6 +45,7 @@ def wanted(kind: Kind, saved: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(saved.numpy(), kind)).view(-1)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

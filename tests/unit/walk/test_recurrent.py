@@ -78,6 +78,7 @@ def walked(model: nn.Module, limits: Limits, chunk: int) -> torch.Tensor:
     return test_walk.walked(model, prompts(), chunk=chunk, limits=limits)
 
 
+@pytest.mark.sampled(4)
 @every_family
 @pytest.mark.parametrize(("limits", "chunk"), [(ONE_PACK, 4096), (HELD, 41)])
 def test_logits_equal_the_eager_forward(family: str, limits: Limits, chunk: int) -> None:

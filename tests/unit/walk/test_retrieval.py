@@ -13,18 +13,16 @@ from transformers import AttentionInterface
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.walk.decoding import KeptForward, KeptPack
-from prefillcli.walk.drafters import (
+from prefillcli.walk.draft_model import DraftModel, PaddedLayer, StreamingDrafter
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.lockstep import Chooser, Drafter, RowText
+from prefillcli.walk.triforce import (
     REBUILD_LEAST,
-    DraftModel,
     HierarchyDrafter,
-    PaddedLayer,
     RetrievalDrafter,
-    StreamingDrafter,
     chosen_tokens,
     latest_chunks,
 )
-from prefillcli.walk.forest import UnsupportedModelError
-from prefillcli.walk.lockstep import Chooser, Drafter, RowText
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.generated import ONE_PACK, walking, written
 from tests.unit.walk.tiny_models import make_tiny_model

@@ -105,6 +105,7 @@ def levels_by_rejection(
     return text[1], text[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("as_published", [False, True])
 def test_the_published_middle_level_fails_the_test_of_distributions(as_published: bool) -> None:
     target = Table.drawn(0)

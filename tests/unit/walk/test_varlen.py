@@ -1,4 +1,4 @@
-"""Attention in sequences, as on CUDA, with explicit scores in place of the operator."""
+"""Attention in sequences, as on CUDA, with explicit scores instead of the operator."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ WIDTHS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "sizes"), WIDTHS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_prompt_has_the_same_bits_and_the_eager_logits_at_any_width(family: str, sizes: dict[str, Any]) -> None:
     register()

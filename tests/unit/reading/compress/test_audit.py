@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.core.request import AuditDraw, draw
-from prefillcli.rows.records import Selection, Window
+from prefillcli.rows.input.selection import Selection
+from prefillcli.rows.records import Window
 
 ALL = Selection()
 

@@ -21,8 +21,9 @@ from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.translation import TEXT, Overlap, Translation, Translator
 from prefillcli.reading.compress.draft import spread
 from prefillcli.reading.compress.load import SpecPrefill
-from prefillcli.reading.compress.selection import FAILED, FALLBACKS, Float32Array, ImportanceEstimate
+from prefillcli.reading.compress.selection import FAILED, FALLBACKS, ImportanceEstimate
 from prefillcli.rows.records import Prompt
+from prefillcli.stats.arrays import Float32Array
 
 TEXTS = [
     "The quick brown fox, the lazy dog; 12 of 340.\n",

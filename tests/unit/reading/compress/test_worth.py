@@ -57,7 +57,7 @@ def test_auto_compresses_where_it_is_faster_and_a_number_stands_whatever_it_cost
     assert "would be read at 0." in itself.why_not(2_700, 0.2)
     number = WorthCompressing(Compression(compress_above=2_000), TARGET, TARGET)
     assert [number(tokens, 0.2) for tokens in (1_999, 2_000, 2_001)] == [False, False, True]
-    assert number.why_not(2_000, 0.2) == "are not more than --compress-above 2,000"
+    assert number.why_not(2_000, 0.2) == "are not more than compress_above 2,000"
 
 
 def test_an_architecture_without_a_cost_model_is_compressed_where_prompts_are_long() -> None:

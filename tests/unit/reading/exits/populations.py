@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefillcli.engines.base import Readings
-from prefillcli.reading.exits.judging import CalibrationRows
+from prefillcli.reading.exits.proof import CalibrationRows
 
 HIDDEN = 12
 LAYERS = 8

@@ -9,7 +9,7 @@ import numpy as np
 from prefillcli.engines.base import Readings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.reading.exits.first import WIDTH, WordsReader, hashed_words, readings_of
-from prefillcli.reading.exits.judging import CalibrationRows, ExitCosts, calibrate_exits
+from prefillcli.reading.exits.proof import CalibrationRows, ExitCosts, calibrate_exits
 from prefillcli.rows.records import BEFORE, Prompt
 
 

@@ -12,15 +12,15 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.errors import UsageError
-from prefillcli.reading.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
+from prefillcli.reading.exits.findings import ExitFindings
 from prefillcli.reading.exits.policy import (
-    ExitFindings,
     ExitProfile,
     LearntExits,
     exit_profile_at,
     exit_profile_of,
     require_same_job,
 )
+from prefillcli.reading.exits.proof import CalibrationRows, calibrate_exits, recheck_exits
 from prefillcli.rows.proof import sealed_text
 from tests.unit.reading.exits.populations import LAYERS, population
 
@@ -159,7 +159,7 @@ def test_a_file_with_other_values_than_a_job_wrote_is_refused(
         ({"model": "blake3:ff"} | question(label_tokens="x"), "different model, label spellings"),
         (question(question="urgent"), "different questions"),
         ({"questions": JOB["questions"] * 2}, "different questions, labels, label spellings"),
-        ({"flips_of": "all"}, "it was learnt with --flips-of each, not all\ngive --flips-of each"),
+        ({"flips_of": "all"}, "it was learnt with flips_of=each, not all\ngive --set flips_of=each"),
         ({"max_flips": 0.01}, "it proves at most 3.00% flips, --max-flips asks for 1.00%"),
     ],
 )

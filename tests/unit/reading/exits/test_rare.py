@@ -50,7 +50,7 @@ def population(seed: int, shape: str) -> tuple[Any, Any]:
     return answers, scores
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", ["telling", "misleading"])
 def test_less_is_kept_than_promised_in_one_of_twenty_jobs_at_most(shape: str) -> None:
     found = [kept(*population(seed, shape), seed, recall=0.9, precision=0.85) for seed in range(JOBS)]

@@ -39,6 +39,7 @@ def test_peak_memory_is_that_of_the_step() -> None:
     assert 0.95 * size <= peak_in_child(ready_to_fill, size) <= 1.1 * size
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_a_line_of_json() -> None:
     import typer

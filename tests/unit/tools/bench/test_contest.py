@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.flops import answer_flops
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
 from benchmarks.models import random_draft, random_llama
+from benchmarks.needles import make_needles
 from benchmarks.score_runs import SAMPLES
 from benchmarks.workloads import random_prompt
 from prefillcli.options.commands import BenchSettings
@@ -25,13 +26,14 @@ from prefillcli.rows.records import Prompt
 from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.tools.bench.report import BenchReport, WorkloadResult
+from tests.jobs.jobs import write_parquet
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 DROPPING = ("specprefill", "self-draft", "random", "bm25")
 
 
 def settings_with(**given: object) -> BenchSettings:
-    words = {"model": str(TARGET), "draft": str(DRAFT), "rows": 6, "tokens": 300, "keep": (0.3, 1.0), "quiet": True}
+    words = {"model": str(TARGET), "draft": str(DRAFT), "keep": (0.3, 1.0), "quiet": True}
     return BenchSettings.model_validate({"lookahead": 1, "keep_last": 16, "keep_private": False} | words | given)
 
 
@@ -39,7 +41,11 @@ def settings_with(**given: object) -> BenchSettings:
 def result(tmp_path_factory: pytest.TempPathFactory) -> WorkloadResult:
     """The sample pair, and six prompts about six readers."""
     output = tmp_path_factory.mktemp("bench") / "bench.json"
-    settings = settings_with(method=("hf", "full", *DROPPING), rounds=2, output=str(output))
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    prompts, answers = make_needles(rows=6, tokens=300, seed=0, count=lambda text: len(tokenizer(text)["input_ids"]))
+    inputs = str(write_parquet(output.with_name("needles.parquet"), prompt=prompts, answer=answers))
+    given = {"inputs": (inputs,), "truth": "answer", "output": str(output)}
+    settings = settings_with(method=("hf", "full", *DROPPING), rounds=2, **given)
     assert bench_job(settings)["exit_code"] == 0
     (found,) = BenchReport.model_validate_json(output.read_text(), strict=False).workloads
     return found
@@ -81,7 +87,7 @@ def test_the_reference_answers_as_transformers_does(tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
     rows = SAMPLES / "labeling.parquet"
     settings = settings_with(inputs=(str(rows),), method=("hybrid",), limit=9, rounds=0, truth="answer")
-    assert bench_job(settings.model_copy(update={"output": str(output)}))["exit_code"] == 0
+    assert bench_job(settings.with_options({"output": str(output)}))["exit_code"] == 0
     (found,) = BenchReport.model_validate_json(output.read_text(), strict=False).workloads
     import pyarrow.parquet as pq
 
@@ -112,17 +118,22 @@ def test_the_usual_methods_are_those_that_can_run(given: dict[str, object], name
 
 
 def test_a_method_is_the_settings_of_a_job() -> None:
-    settings = settings_with(first=("words",), seed=3, max_flips=0.05, method=tuple(METHODS))
+    settings = settings_with(first="words", seed=3, max_flips=0.05, method=tuple(METHODS))
     found = {name: score_settings(settings, name) for name in METHODS}
-    assert {name: own.engine for name, own in found.items() if own.engine != "torch"} == {"hf": "hf", "vllm": "vllm"}
-    drafts = {name: own.draft for name, own in found.items() if own.draft is not None}
+    assert {name: own.engine.engine for name, own in found.items() if own.engine.engine != "torch"} == {
+        "hf": "hf",
+        "vllm": "vllm",
+    }
+    drafts = {name: own.compression.draft for name, own in found.items() if own.compression.draft is not None}
     assert drafts == {"specprefill": str(DRAFT), "self-draft": "self", "random": "random", "bm25": "bm25"}
-    assert {name for name, own in found.items() if own.keep == 0.3} == set(DROPPING)
-    assert {name for name, own in found.items() if own.exit} == {"early-exit", "first-exit"}
-    assert {name for name, own in found.items() if own.first} == {"first", "first-exit"}
-    assert found["int8"].compute == "int8"
-    assert {(own.seed, own.max_flips, own.keep_last) for own in found.values()} == {(3, 0.05, 16)}
-    assert score_settings(settings, "random", 0.7).keep == 0.7
+    assert {name for name, own in found.items() if own.compression.keep == 0.3} == set(DROPPING)
+    assert {name for name, own in found.items() if own.exits.exit} == {"early-exit", "first-exit"}
+    assert {name for name, own in found.items() if own.exits.first} == {"first", "first-exit"}
+    assert found["int8"].exits.compute == "int8"
+    assert {(own.input.seed, own.flips.max_flips, own.compression.keep_last) for own in found.values()} == {
+        (3, 0.05, 16)
+    }
+    assert score_settings(settings, "random", 0.7).compression.keep == 0.7
 
 
 def test_the_ends_of_prompts_are_counted_by_hand() -> None:

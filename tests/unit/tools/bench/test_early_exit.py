@@ -27,6 +27,7 @@ def compared(limit: int, **given: object) -> WorkloadResult:
     return workload
 
 
+@pytest.mark.nightly
 def test_exits_are_learnt_on_some_rows_and_compared_on_the_others() -> None:
     workload = compared(400, exit_rows=200, method=("early-exit",), rounds=0)
     walk, early = workload.methods
@@ -44,14 +45,14 @@ def test_too_few_rows_leave_the_method_out_with_the_reason() -> None:
     workload = compared(40, method=("early-exit",), rounds=0)
     assert [each.method for each in workload.methods] == ["hybrid"]
     assert workload.notes[0].startswith("early-exit is left out: ")
-    assert "--exit-rows and --max-flips decide" in workload.notes[0]
+    assert "exit_rows and --max-flips decide" in workload.notes[0]
 
 
 @pytest.mark.nightly
 def test_chains_of_first_readers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda form, *_: 0.4)  # a processor made for int8
     workload = compared(
-        400, exit_rows=200, method=("early-exit", "first", "first-exit", "int8"), first=(str(MODELS / "draft"),),
+        400, exit_rows=200, method=("early-exit", "first", "first-exit", "int8"), first=str(MODELS / "draft"),
         rounds=1,
     )  # fmt: skip
     walk, early, first, both, *int8 = workload.methods  # so small a model gains nothing by int8, which may be left out

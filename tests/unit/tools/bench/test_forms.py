@@ -39,6 +39,7 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
+@pytest.mark.nightly
 def test_all_forms_of_made_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

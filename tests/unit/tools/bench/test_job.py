@@ -24,9 +24,9 @@ from prefillcli.tools.bench import contest
 from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.bench.report import BenchReport
 
-PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
-SMALL = (*PLAIN, "--set", "query_window=4")
 TARGET = SAMPLES / "models" / "target"
+PLAIN = (SAMPLES / "labeling.parquet", "--limit", "4", "--rounds", "1")
+SMALL = (*PLAIN, "--set", "query_window=4", "--set", "keep_last=4")
 
 
 @pytest.fixture(autouse=True)
@@ -61,22 +61,26 @@ def test_methods_are_compared_on_a_question_about_a_file() -> None:
 
 
 def test_without_data_it_takes_a_quick_look() -> None:
-    result = bench(*SMALL)
+    result = bench("--limit", 2, "--rounds", 1)
     assert result.exit_code == 0, result.output
     summary = last_line(result)
     assert (summary["status"], summary["exit_code"]) == ("complete", 0)
     assert (summary["output"], summary["page"]) == ("bench.json", "bench.html")
-    assert summary["workloads"]["needle"]["hybrid"] | {"seconds": 0} == {"seconds": 0, "speedup": 1, "flips": None}
+    assert summary["workloads"]["post_recommendation.parquet"]["hybrid"] | {"seconds": 0} == {
+        "seconds": 0,
+        "speedup": 1,
+        "flips": None,
+    }
     report = saved()
     assert report.schema_version == 1
-    assert report.settings["rows"] == 4
+    assert report.settings["limit"] == 2
     assert report.versions.keys() >= {"torch", "transformers", "prefillcli"}
     (workload,) = report.workloads
     assert [each.method for each in workload.methods] == ["hf", "hybrid", "specprefill@0.2", "random@0.2"]
-    assert (workload.workload, workload.rows, workload.truth_rows, workload.rounds) == ("needle", 4, 4, 1)
+    assert (workload.workload, workload.rows, workload.truth_rows) == ("post_recommendation.parquet", 2, 2)
     for words in ("specprefill@0.2", "random chunks instead", "sample draft", "next: prefill bench YOUR.parquet"):
         assert words in result.stderr
-    tables = result.stderr.partition("needle: 4 rows")[2].partition("next:")[0]
+    tables = result.stderr.partition("post_recommendation.parquet: 2 rows")[2].partition("next:")[0]
     assert [line for line in tables.splitlines() if len(line) > 80] == []
 
 
@@ -89,7 +93,7 @@ def test_in_full_it_compares_all_methods() -> None:
     assert methods == {"hf", "full", "hybrid", *(f"{name}@0.2" for name in PICKERS)}
     for words in ("95 % interval", "mean diff."):
         assert words in result.stderr
-    tables = result.stderr.partition("needle: 4 rows")[2].partition("next:")[0]
+    tables = result.stderr.partition("labeling.parquet: 4 rows")[2].partition("next:")[0]
     assert [line for line in tables.splitlines() if len(line) > 80 and not line.startswith("prefill:")] == []
 
 
@@ -103,13 +107,13 @@ def test_of_a_file_a_quick_look_takes_the_first_rows() -> None:
     assert f"a quick look at the first {workload.rows} rows" in workload.notes[-1]
     assert bench(data, "--method", "hybrid", "--rounds", 1, "--limit", 30).exit_code == 0
     assert saved().workloads[0].rows == 30
-    assert BenchSettings(inputs=("x",)).with_defaults().limit == 60
-    assert BenchSettings(inputs=("x",), full=True).with_defaults().limit is None
-    assert BenchSettings(inputs=("x",), sample=9).with_defaults().limit is None
+    assert BenchSettings(inputs=("x",)).with_defaults().input.limit == 60
+    assert BenchSettings(inputs=("x",), full=True).with_defaults().input.limit is None
+    assert BenchSettings(inputs=("x",), sample=9).with_defaults().input.limit is None
 
 
 def test_the_page_needs_no_network() -> None:
-    bench(*SMALL, "--workload", "needle", "--method", "specprefill", "--keep", "0.5,0.3", "-o", "out/b.json")
+    bench(*SMALL, "--method", "specprefill", "--keep", "0.5,0.3", "-o", "out/b.json")
     page = Path("out/b.html").read_text()
     assert not re.findall(r"(?:https?:)?//|@import|url\(|<script|<link|<img|src=", page)
     assert "prefers-color-scheme: dark" in page
@@ -134,7 +138,7 @@ def test_input_with_truth_has_accuracy_and_auc() -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (workload,) = saved().workloads
-    assert (workload.workload, workload.made) == ("labeling.parquet", False)
+    assert workload.workload == "labeling.parquet"
     assert (workload.rows, workload.truth_rows) == (30, 30)
     assert workload.reference_able is True
     by_name = {each.method: each.answers for each in workload.methods}
@@ -205,11 +209,11 @@ def test_token_ids_without_a_text_are_read_in_full_by_bm25() -> None:
 
 
 def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
-    result = bench(*PLAIN, "-m", TARGET, "--workload", "needle")
+    result = bench(*PLAIN, "-m", TARGET)
     assert [each.method for each in saved().workloads[0].methods] == ["hf", "hybrid"]
     assert "no draft model" in result.stderr
     assert "no draft model" in Path("bench.html").read_text()
-    bench(*SMALL, "-m", TARGET, "--workload", "needle", "--method", "random")
+    bench(*SMALL, "-m", TARGET, "--method", "random")
     assert [each.method for each in saved().workloads[0].methods] == ["hybrid", "random@0.2"]
 
 
@@ -220,12 +224,9 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
         (["--method", "first", "-m", str(TARGET)], "--method first needs --first"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--draft", "random"], "--draft random: give --method random"),
-        (["--workload", "qa"], "--workload"),
         (["--method", "specprefill", "-m", str(TARGET)], "needs --draft"),
         (["--keep", "0"], "--keep"),
-        (["--limit", "3"], "--limit needs INPUT"),
-        (["x.parquet", "--workload", "needle"], "--workload has no effect on rows of INPUT"),
-        (["--tokens", "100000"], "the model takes up to 8192"),
+        (["--truth", "answer"], "--truth needs INPUT"),
         (["-o", "b.html"], "names the JSON file"),
     ],
 )
@@ -269,7 +270,7 @@ def test_a_signal_ends_it_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_quiet_says_nothing_but_warnings() -> None:
-    result = bench(*PLAIN, "--workload", "needle", "--method", "full", "-q", "-m", TARGET)
+    result = bench(*PLAIN, "--method", "full", "-q", "-m", TARGET)
     assert result.exit_code == 0
     assert result.stderr == ""
 
@@ -278,10 +279,10 @@ def test_bm25_without_its_package_is_refused_where_it_is_named_and_else_left_out
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    named = bench(*SMALL, "-m", TARGET, "--workload", "needle", "--method", "bm25")
+    named = bench(*SMALL, "-m", TARGET, "--method", "bm25")
     assert named.exit_code == 2
     assert "--method bm25: the package bm25s is not installed\npip install" in named.output
-    bench(*SMALL, "-m", TARGET, "--workload", "needle", "--full", "--draft", TARGET.with_name("draft"), "--rounds", 1)
+    bench(*SMALL, "-m", TARGET, "--full", "--draft", TARGET.with_name("draft"), "--rounds", 1)
     (workload,) = saved().workloads
     assert "bm25@0.2 is left out: --draft bm25: the package bm25s is not installed" in " ".join(workload.notes)
     assert not any(each.method.startswith("bm25") for each in workload.methods)

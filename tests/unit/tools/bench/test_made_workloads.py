@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from benchmarks.made_workloads import WORKLOADS, main
 
 
+@pytest.mark.nightly
 def test_every_workload_is_a_file_with_its_answers(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(main)

@@ -1,4 +1,4 @@
-"""The made prompts of `prefill bench` have the length, the balance and the answers that they claim."""
+"""The made prompts of the benchmarks have the length, the balance and the answers that they claim."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.needles import TOPICS, make_needles
 from benchmarks.score_runs import SAMPLES
-from prefillcli.tools.bench.material import TOPICS, make_needles
 
 
 def count(text: str) -> int:

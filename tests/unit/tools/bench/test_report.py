@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefillcli.stats.evaluation import audit_of
+from prefillcli.stats.flips import audit_of
 from prefillcli.tools.bench.contest import interleaved
 from prefillcli.tools.bench.report import (
     Answers,
@@ -33,7 +33,7 @@ def method(
 
 def workload(*methods: MethodResult, rounds: int = 3) -> WorkloadResult:
     return WorkloadResult(
-        workload="needle", made=True, rows=40, truth_rows=40, prompt_tokens=4000, unique_tokens=4000, rounds=rounds,
+        workload="needle", rows=40, truth_rows=40, prompt_tokens=4000, unique_tokens=4000, rounds=rounds,
         methods=[method("hybrid", (2, 2.2, 2.5)), *methods],
     )  # fmt: skip
 

@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
+from benchmarks.needles import make_needles
+from benchmarks.score_runs import SAMPLES
 from prefillcli.options.commands import BenchSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.bench.bench_job import bench_job
+
+
+def write_needles(path: Path) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "models" / "target")
+    prompts, _ = make_needles(rows=60, tokens=4000, seed=0, count=lambda text: len(tokenizer(text)["input_ids"]))
+    pq.write_table(pa.table({"prompt": prompts}), path)
+    return path
 
 
 @pytest.mark.nightly
@@ -17,8 +29,7 @@ def test_a_fifth_of_the_tokens_keeps_the_answers_and_random_ones_do_not(tmp_path
     output = tmp_path / "bench.json"
     flags = {
         "method": ["specprefill", "random"],
-        "rows": 60,
-        "tokens": 4000,
+        "inputs": [str(write_needles(tmp_path / "needles.parquet"))],
         "rounds": 1,
         "keep": ["0.2"],
         "output": str(output),

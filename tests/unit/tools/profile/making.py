@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefillcli.forecast.profile import Confirmation, Curve, ModeResult, Profile, this_machine
-from prefillcli.forecast.survey import KeepCost, Lengths, PlanCost, Survey, SurveyRows
+from prefillcli.forecast.survey import Cost, KeepCost, Lengths, Survey, SurveyRows
 from prefillcli.report.run import versions
 
 
@@ -60,10 +60,7 @@ def made_survey(**changes: object) -> Survey:
             histogram=[{"low": 90, "high": 300, "rows": 20}, {"low": 300, "high": 1000, "rows": 77}],
         ),
         "limits": {"pack_tokens": 4096, "max_tokens": 9000, "max_length": 8192, "chunk_tokens": 512},
-        "plans": [
-            PlanCost(schedule="prefix-tree", chosen=True, packs=5, computed_tokens=20_100, seconds=7200.0, price=4.5),
-            PlanCost(schedule="fifo", packs=12, computed_tokens=48_000, seconds=9000.0, price=5.6),
-        ],
+        "plan": Cost(packs=5, computed_tokens=20_100, seconds=7200.0, price=4.5),
         "keeps": [KeepCost(keep=0.2, compressed_rows=97, kept_tokens=10_000, computed_tokens=9000, seconds=3600.0)],
     }  # fmt: skip
     return Survey(**{**fields, **changes})

@@ -30,7 +30,7 @@ def test_the_page_needs_no_network_and_closes_its_tags(full: Profile) -> None:
 def test_the_page_shows_what_was_found_and_the_input(full: Profile) -> None:
     page = profile_html(full)
     for known in (
-        "18,874", "8.0x", "Mean error 8%", "97 to score of 100", "300 - 999", "77", "prefix-tree *", "2.0 h", "4.50",
+        "18,874", "8.0x", "Mean error 8%", "97 to score of 100", "300 - 999", "77", "in full", "2.0 h", "4.50",
         "An estimate",
     ):  # fmt: skip
         assert known in page, known

@@ -1,6 +1,6 @@
 """A small draft for the real model: its first layers and its head, trained to look where the whole model looks.
 
-    python -m recipes.distill_draft --layers 6 --train 2 --output out/real/draft
+    python -m benchmarks.distill_draft --layers 6 --train 2 --output out/real/draft
 
 The last of the kept layers and the norm before the head are trained on many-shot prompts of reviews, of which none is
 in the files that judge the draft. The rest stays as it is. Two losses are added: the divergence of the next token's
@@ -11,7 +11,6 @@ what picks tokens (docs/compression.md). Initial weights, prompts and order foll
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import time
 from collections.abc import Sequence
@@ -27,9 +26,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from benchmarks.review_rows import SHORT, ask, balanced, draft_reviews
 from prefillcli.reading.compress.settings import Compression
 from recipes.real_model import FOLDER, Review, real_model
-from recipes.review_rows import SHORT, ask, balanced, draft_reviews
+from recipes.train_first import cut_model, log, trainable
 
 SHOTS = 20  # examples of a training prompt
 ASKED = 8  # examples of a prompt whose queries vote
@@ -92,30 +92,14 @@ def _watched(module: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) 
     """transformers' SDPA, whose queries and keys are handed to who collects votes."""
     if _collecting:
         _collecting[-1].add(query[0], key[0], float(named.get("scaling") or query.shape[-1] ** -0.5))
-    return sdpa_attention_forward(module, query, key, *rest, **named)
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, *rest, **named)
+    return found
 
 
 def watch_attention() -> None:
     """Make the watched attention known to transformers. Idempotent."""
     AttentionInterface.register(WATCHED, _watched)
     AttentionMaskInterface.register(WATCHED, sdpa_mask)
-
-
-def cut_model(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """The model's first `layers` layers with its embeddings, last norm and head, in float32; weights are copies.
-
-    Raises ValueError if the model has fewer layers.
-    """
-    config = copy.deepcopy(model.config)
-    if not 0 < layers <= config.num_hidden_layers:
-        raise ValueError(f"the model has {config.num_hidden_layers} layers, so {layers} of them cannot be kept")
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    small: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=WATCHED).float().eval()
-    given = model.state_dict()
-    small.load_state_dict({name: given[name].float() for name in small.state_dict()})
-    return small
 
 
 def run(model: PreTrainedModel, tokens: Tensor, queries: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,16 +147,6 @@ def make_lesson(teacher: PreTrainedModel, tokenizer: Any, pool: Sequence[Review]
     return Lesson(tokens, queries, predicts, votes, logprobs.bfloat16())
 
 
-def trainable(model: PreTrainedModel, layers: int) -> list[torch.nn.Parameter]:
-    """The parameters of the last `layers` layers and of the norm behind them; all others are frozen."""
-    model.requires_grad_(False)
-    body: Any = model.base_model
-    own = [each for part in [*body.layers[-layers:], body.norm] for each in part.parameters()] if layers else []
-    for each in own:
-        each.requires_grad_(True)
-    return own
-
-
 def train(model: PreTrainedModel, lessons: Sequence[Lesson], *, layers: int, steps: int, rate: float) -> None:
     """Train the last `layers` layers: one lesson a step, in their order, again and again."""
     own = trainable(model, layers)
@@ -185,7 +159,7 @@ def train(model: PreTrainedModel, lessons: Sequence[Lesson], *, layers: int, ste
     begun = time.monotonic()
     for step in range(steps):
         words, looks = losses(model, lessons[step % len(lessons)])
-        (words + looks).backward()
+        (words + looks).backward()  # type: ignore[no-untyped-call]  # torch's
         torch.nn.utils.clip_grad_norm_(own, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -199,11 +173,6 @@ def measure(model: PreTrainedModel, lessons: Sequence[Lesson]) -> tuple[float, f
         found = torch.tensor([[float(loss) for loss in losses(model, lesson)] for lesson in lessons])
     words, looks = found.mean(dim=0).tolist()
     return words, looks
-
-
-def log(text: str) -> None:
-    """A progress line on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +195,7 @@ def distill(source: Path, output: Path, pool: Sequence[Review], course: Course) 
     teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.bfloat16, attn_implementation=WATCHED
     ).eval()
-    draft = cut_model(teacher, course.layers)
+    draft = cut_model(teacher, course.layers, WATCHED)
     rng = Random(course.seed)
     lessons = []
     for _ in range(HELD_BACK + (course.prompts if course.train else 0)):

@@ -1,6 +1,6 @@
 """What it costs and gains that a model's own first layers pick the tokens, beside a draft: in processor time.
 
-    python -m recipes.own_layers out/real/shared.held.parquet --model out/real/model --draft out/real/draft \
+    python -m benchmarks.own_layers out/real/shared.held.parquet --model out/real/model --draft out/real/draft \
         --labels positive,negative --truth sentiment --limit 24 --keep 0.2,0.5
 
 Every method answers all rows in turn, `--rounds` times, on one thread of one process. Seconds are of the processor, so
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         window, truths = read_rows(reference.inputs, settings, result)
         for each in models.values():
             loaded.callback(each.close)
-        jobs = load_jobs(jobs, settings.method, 0, result.notes)
+        jobs = load_jobs(jobs, settings.contest.method, 0, result.notes)
         log = lambda step: print(step, file=sys.stderr)  # noqa: E731
         compare(jobs, window, result, truths, rounds=rounds, begin=log, clock=time.process_time)
     print("\n".join([*table_lines(result), *result.notes]))

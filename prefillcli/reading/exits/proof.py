@@ -16,25 +16,20 @@ from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.models.open import Opened, Small, dtype_name
 from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
+from prefillcli.reading.exits.findings import ALL_ROWS, ClassFinding, ExitFinding, ExitFindings, FlipsOf, TradePoint
 from prefillcli.reading.exits.policy import (
-    ALL_ROWS,
     KNOWS,
-    ClassFinding,
-    ExitFinding,
-    ExitFindings,
     ExitLayer,
     ExitPolicy,
-    FlipsOf,
-    Float64Array,
     Probe,
-    TradePoint,
     fit_best,
     lead_of,
     margin_error,
     relative,
 )
-from prefillcli.rows.records import BEFORE, Int64Array
-from prefillcli.stats.evaluation import flip_bound, rows_for
+from prefillcli.rows.records import BEFORE
+from prefillcli.stats.arrays import BoolArray, Float64Array, Int64Array
+from prefillcli.stats.flips import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.models.find import ModelFiles
@@ -116,10 +111,6 @@ def _log_above(first: float, second: float, rate: float) -> float:
 # Rows of a job that were read in full, for its exits.
 
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class CalibrationRows:
     """Rows of a job that were read in full.
@@ -136,7 +127,7 @@ class CalibrationRows:
         return len(self.final)
 
     @property
-    def truth(self) -> IntArray:
+    def truth(self) -> Int64Array:
         """The label that the full read gives, int64 [rows]."""
         return np.asarray(self.final.argmax(axis=1), np.int64)
 
@@ -153,7 +144,7 @@ class CalibrationRows:
         """The rows that each of the first models can read, masks [rows], by layer."""
         return {layer: self.read_after(layer) for layer in self.readings if layer <= BEFORE}
 
-    def chosen(self, rows: IntArray | BoolArray) -> CalibrationRows:
+    def chosen(self, rows: Int64Array | BoolArray) -> CalibrationRows:
         """Return some of the rows."""
         readings = {
             layer: Readings(each.hidden[rows], each.logits[rows], each.before[rows])
@@ -182,7 +173,7 @@ def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tupl
     left to luck.
     """
     draws = np.random.default_rng(seed)
-    fit: list[IntArray] = []
+    fit: list[Int64Array] = []
     classes = class_numbers(rows.truth, flips_of)
     for number in np.unique(classes):
         own = draws.permutation(np.flatnonzero(classes == number))
@@ -191,7 +182,7 @@ def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tupl
     return rows.chosen(first), rows.chosen(np.setdiff1d(np.arange(len(rows)), first))
 
 
-def class_numbers(truth: IntArray, flips_of: FlipsOf) -> IntArray:
+def class_numbers(truth: Int64Array, flips_of: FlipsOf) -> Int64Array:
     """Return the class [rows] that each row is judged with: that of its label, or one for all rows."""
     return truth if flips_of == "each" else np.zeros_like(truth)
 
@@ -392,7 +383,7 @@ def work_of(
 #   with a wrong one, and then cannot flip.
 # For the same reasons the test of a class does not depend on the levels of the others.
 #
-# With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
+# With flips_of=all all rows are one class, with one sequence of tests, and every label leaves at its level.
 #
 # The bound is binomial (Clopper and Pearson, Biometrika 26, 1934), or, where the rows are a large part of a job,
 # hypergeometric, because they are drawn from its rows without replacement. That takes the number of a class's rows in
@@ -480,7 +471,7 @@ _SIZE_RISK: Final = 0.001  # the probability that a class has more rows than is 
 _LARGE_PART: Final = 0.1  # of the job's rows: with fewer, knowing the number of a class gains less than its risk costs
 
 
-def class_sizes(truth: IntArray, fitted: IntArray, classes: int, of: int | None) -> tuple[float | None, ...]:
+def class_sizes(truth: Int64Array, fitted: Int64Array, classes: int, of: int | None) -> tuple[float | None, ...]:
     """Return the most rows that the judged ones of each class are drawn from, in a job with `of` rows.
 
     `truth` [rows] are the classes of the rows that were read in full, `fitted` those of the half that does not judge.
@@ -538,7 +529,7 @@ class Candidate(NamedTuple):
     correlation: float
     knows: bool
     spread: float
-    label: IntArray
+    label: Int64Array
     reach: Float64Array
 
 
@@ -814,7 +805,7 @@ def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
     )
 
 
-def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[IntArray, Float64Array]:
+def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[Int64Array, Float64Array]:
     # Predicted labels, and the levels at and below which rows leave, both [exits, rows].
     leads = [lead_of(each.probe.logits(rows.readings[each.layer])) for each in exits]
     reach = [lead.ahead / each.spread for lead, each in zip(leads, exits, strict=True)]

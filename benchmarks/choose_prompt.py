@@ -1,6 +1,6 @@
 """Which prompt tells positive from negative drug reviews best, chosen on the package's training file alone.
 
-python -m recipes.choose_prompt [FOLDER] [CANDIDATE ...]
+python -m benchmarks.choose_prompt [FOLDER] [CANDIDATE ...]
 
 Every candidate scores the same reviews of the training file. The examples in its prompt are other reviews of that
 file. Prints a table for docs/benchmarks.md; the candidate with the largest AUC is `CHOSEN`, which `make demo-real`

@@ -1,6 +1,6 @@
 """What calibration does to the scores of a real model on real reviews: fitted on the training file, held to the other.
 
-python -m recipes.calibrate_reviews [FOLDER]
+python -m benchmarks.calibrate_reviews [FOLDER]
 
 Two questions about the same drug reviews: their sentiment, which SmolLM2-135M tells well, and whether the patient is
 satisfied, Yes or No, which it hardly tells. Two examples of the training file stand before each review. Every row that
@@ -81,7 +81,7 @@ def probabilities(folder: Path, question: Request) -> tuple[dict[str, npt.NDArra
     options += ["--model", real_model(folder), "--keep-columns", "truth", "--overwrite"]
     free = [word for text in CONTENT_FREE for word in ("--calibrate-with", text)]
     run("score", paths[0], "-o", scores[0], *options)
-    run("score", paths[1], "-o", scores[1], *options, *free, "--calibrate-columns", "review")
+    run("score", paths[1], "-o", scores[1], *options, *free, "--set", "calibrate_columns=review")
     table = pq.read_table(scores[1])
     logprobs = np.stack([table[f"logprob_{label}"].to_numpy() for label in question.labels], axis=1)
     found = {"none": table["score"].to_numpy(), "contextual": table["probability"].to_numpy()}
@@ -90,7 +90,7 @@ def probabilities(folder: Path, question: Request) -> tuple[dict[str, npt.NDArra
     for method in METHODS:
         path = folder / f"{question.name}.{method}.json"
         run("calibrate", scores[0], "--truth", "truth", "--method", method, "-o", path)
-        found[method] = read_calibration(str(path), question.labels).probabilities(logprobs)[:, 0]
+        found[method] = read_calibration(str(path), {"": question.labels}).probabilities(logprobs)[:, 0]
     run("calibrate", scores[0], "--truth", "truth", "-o", folder / f"{question.name}.auto.json")
     return found, table["truth"].to_numpy(zero_copy_only=False) == question.labels[0]
 

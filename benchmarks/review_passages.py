@@ -1,6 +1,6 @@
 """Several thousand rows of real text: the reviews cut into passages of one to four sentences, most of one.
 
-python -m recipes.review_passages [FOLDER]
+python -m benchmarks.review_passages [FOLDER]
 
 Besides `passages.parquet` it writes two nights for a first model (docs/exit.md): `today.parquet`, the passages of two
 thirds of the reviews, and `night.parquet` for training, whose rows overlap: any one to four sentences in a row of the
@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from benchmarks.review_rows import ask
 from recipes.real_model import FOLDER, Review, reviews
-from recipes.review_rows import ask
 
 SENTENCES, SHARES = (1, 2, 3, 4), (14, 4, 1, 1)  # of a passage, and how often in 20
 LENGTHS = range(30, 1200)  # characters of a passage

@@ -1,6 +1,6 @@
 """Ten drug reviews with a rationale and evidence, by a real model, as a page of Markdown shows them.
 
-python -m recipes.review_rationales [FOLDER]
+python -m benchmarks.review_rationales [FOLDER]
 
 SmolLM2-135M-Instruct (`recipes/real_model.py`) is too small to argue, but it can quote. So the four examples of the
 prompt give a sentence of the review after the answer, and the template of the rationale asks for one. The sentences of

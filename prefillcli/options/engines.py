@@ -1,18 +1,13 @@
-"""The engines, their abilities, and the modules that load them: known before anything is imported."""
+"""The engines by name, their abilities, and the modules that load them: known before anything is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
 from prefillcli.errors import UsageError
-from prefillcli.runtime.extras import light_imports, require_extra
-
-if TYPE_CHECKING:
-    from prefillcli.engines.base import Loader
+from prefillcli.runtime.extras import require_extra
 
 #: Abilities that a job's options need in an engine, and their names in messages to the user.
 Capability = Literal[
@@ -166,11 +161,3 @@ def refuse_of_encoder(needs: Mapping[str, Capability], typed: Callable[[str], st
             raise UsageError(
                 f"{typed(name)}: the model is an encoder, which has no {CAPABILITIES[capability]}\nleave it out"
             )
-
-
-def loader_of(engine: str) -> Loader:
-    """The module that opens and loads the engine of this name."""
-    module = ENGINES[engine].module
-    own = module.startswith(f"{__package__}.")  # another engine may need no torch
-    with light_imports() if own else nullcontext():
-        return cast("Loader", import_module(module))

@@ -13,7 +13,8 @@ from scipy.stats import binom, binomtest, hypergeom
 
 from prefillcli.engines.base import Readings
 from prefillcli.reading.exits import policy
-from prefillcli.reading.exits.judging import (
+from prefillcli.reading.exits.policy import ExitPolicy, policy_of
+from prefillcli.reading.exits.proof import (
     LEVELS,
     CalibrationRows,
     ExitCalibration,
@@ -27,7 +28,6 @@ from prefillcli.reading.exits.judging import (
     most_flips,
     work_of,
 )
-from prefillcli.reading.exits.policy import ExitPolicy, policy_of
 from tests.unit.reading.exits.populations import LAYERS, population
 
 RESAMPLINGS = 200
@@ -58,7 +58,7 @@ def flip_rates(policy: ExitPolicy | None, rows: CalibrationRows) -> list[float]:
     return [float(np.mean(label[truth == each] != each)) for each in range(rows.final.shape[1])]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("labels", "offset", "heavy"),
     [(2, 0.0, False), (2, 1.0, False), (2, 0.0, True), (3, 0.0, False)],
@@ -86,7 +86,7 @@ def test_more_than_allowed_flip_in_one_of_twenty_jobs_at_most(
         assert binomtest(int(each), RESAMPLINGS, 0.05, alternative="greater").pvalue > SURE
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("labels", "offset", "heavy"),
     [(2, 2.0, False), (2, 0.0, False), (2, 2.0, True), (3, 1.0, False)],

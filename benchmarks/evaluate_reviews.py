@@ -1,6 +1,6 @@
 """What the scores of a real model are worth: SmolLM2-135M on the test file's reviews, asked in two ways.
 
-python -m recipes.evaluate_reviews [FOLDER]
+python -m benchmarks.evaluate_reviews [FOLDER]
 
 Before every review stand the same two examples of the training file, the first short one of each kind, which nobody
 chose. The model is asked for the sentiment, positive or negative, and whether the writer is content, Yes or No. The
@@ -54,7 +54,7 @@ def score_reviews(folder: Path, model: Path, way: str) -> dict[str, Any]:
     command += ["--no-chat", "--dtype", "float32", "--labels", ",".join(WAYS[way][1].values()), "--truth", "right"]
     command += ["--wanted-precision", "0.9", "--output", str(folder / f"{way}.scores.parquet"), "--overwrite"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)  # noqa: S603 - our own command line
-    found: dict[str, Any] = json.loads(Path(json.loads(done.stdout)["report"]).read_text())["evaluation"]
+    found: dict[str, Any] = json.loads(Path(json.loads(done.stdout)["report"]).read_text())["evaluations"]["answer"]
     return found
 
 

@@ -1,12 +1,12 @@
 """What compression costs and gains on a real model: the sentiment of drug reviews, after many examples or two.
 
-    python -m recipes.bench_reviews                    # all runs: hours on one thread
-    python -m recipes.bench_reviews shared.self        # one of them
-    python -m recipes.bench_reviews --table            # what the runs that were made have found
+    python -m benchmarks.bench_reviews                    # all runs: hours on one thread
+    python -m benchmarks.bench_reviews shared.self        # one of them
+    python -m benchmarks.bench_reviews --table            # what the runs that were made have found
 
 `self`: SmolLM2-135M is its own draft, which picks as well as a draft can, and saves no time. `draft`: the draft of
-`recipes.distill_draft`, which is made if it is not there. `simple`: what needs no draft and shares no prefix. `speed`
-measures the draft in rounds. The rows are the held-out ones of `recipes.review_rows`.
+`benchmarks.distill_draft`, which is made if it is not there. `simple`: what needs no draft and shares no prefix.
+`speed` measures the draft in rounds. The rows are the held-out ones of `benchmarks.review_rows`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.distill_draft import main as distill_draft
+from benchmarks.review_rows import write_rows
 from prefillcli.report.section import percent_interval
-from recipes.distill_draft import main as distill_draft
 from recipes.real_model import FOLDER, real_model
-from recipes.review_rows import write_rows
 
 HEADER = ("run", "method", "kept", "flips", "95 % interval", "mean difference", "accuracy", "AUC", "speedup")
 
