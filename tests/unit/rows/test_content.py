@@ -22,7 +22,7 @@ ROWS = [{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "b"}]
 PARQUET, SHEET = io.BytesIO(), io.BytesIO()
 pq.write_table(pa.Table.from_pylist(ROWS), PARQUET)
 with zipfile.ZipFile(SHEET, "w") as archive:
-    archive.writestr("xl/workbook.xml", "<workbook/>")
+    archive.writestr(zipfile.ZipInfo("xl/workbook.xml"), "<workbook/>")  # of 1980: the bytes name a case
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
