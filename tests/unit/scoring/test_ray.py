@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,20 @@ def cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        machines = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "dashboard_port": None}
-        )
-        machines.second = machines.add_node(num_cpus=1)
+        with chdir(ROOT):
+            machines = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "dashboard_port": None}
+            )
+        add_second(machines)
         yield machines
         machines.shutdown()
+
+
+def add_second(machines: Any) -> None:
+    """Add the second machine, which outlives the test's folder: workers of Ray start in the folder of their machine,
+    and MKL does not load in one that is gone."""
+    with chdir(ROOT):
+        machines.second = machines.add_node(num_cpus=1)
 
 
 class Driver:
@@ -198,7 +206,7 @@ def test_a_machine_that_is_lost_loses_no_row(job: Path, cluster: Any) -> None:
     try:
         assert driver.end()["exit_code"] == 3
     finally:
-        cluster.second = cluster.add_node(num_cpus=1)
+        add_second(cluster)
     assert_same(job / "one.parquet")
     assert "Raylet is terminated" in Path("stderr").read_text()
 
