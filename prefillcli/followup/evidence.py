@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from prefillcli.core.further import RowSelection
     from prefillcli.core.inputs import Inputs
     from prefillcli.engines.base import Answer
+    from prefillcli.followup.rationale import RationaleUse
     from prefillcli.prompts.labels import Labels
-    from prefillcli.report.run import RunReport
 
 # The sections of a prompt, and the prompt without each of them.
 
@@ -337,11 +337,8 @@ WHAT_EVIDENCE_IS = (
 )
 
 
-def section(report: RunReport) -> Section | None:
-    """Return the section on a run's evidence; None where nothing more was asked about rows."""
-    use = report.rationales
-    if use is None:
-        return None
+def section(use: RationaleUse) -> Section:
+    """Return the section on a run's evidence."""
     found = Section(title="Evidence", summary={"rationales": {"evidence_rows": use.evidence_rows}})
     found.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
     if use.evidence_rows:

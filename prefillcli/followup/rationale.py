@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -15,12 +15,14 @@ from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.errors import UsageError
+from prefillcli.followup import evidence
 from prefillcli.options.requirements import leaves_early
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 from prefillcli.rows.output.columns import Groups, added
 from prefillcli.rows.output.schema import OutputSchema
@@ -215,8 +217,11 @@ class WrittenRow(BaseModel):
     evidence: list[dict[str, Any]] | None = None  # of --evidence
 
 
-class RationaleUse(BaseModel):
+class RationaleUse(Finding):
     """Rows and tokens are those of the output; all else is of this run."""
+
+    key: ClassVar[str] = "rationales"
+    place: ClassVar[int] = 5
 
     rows: int = 0  # that are written about
     tokens: int = 0  # of their texts
@@ -237,6 +242,10 @@ class RationaleUse(BaseModel):
     passes_per_token: float | None = None  # steps of the model for one token of a row: 1 without speculation
     drafters: dict[str, DrafterUse] = Field(default_factory=dict)  # by level
     shown: list[WrittenRow] = Field(default_factory=list)  # with --show-text, the first ones
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the sections on evidence and on the texts."""
+        return [evidence.section(self), _section(self)]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -345,11 +354,7 @@ def rationale_facts(rationale: Rationale) -> str:
     return visible("; ".join(parts), line=True)
 
 
-def section(report: RunReport) -> Section | None:
-    """Return the section on a run's rationales; None where nothing more was asked about rows."""
-    use = report.rationales
-    if use is None:
-        return None
+def _section(use: RationaleUse) -> Section:
     names = ("rows", "tokens", "evidence_rows")
     section = Section(
         title="Rationales",
@@ -452,14 +457,15 @@ class RationaleFollowUp(FollowUp, Judge):
         if reached.sink is not None:
             use.take_plan(reached.sink.plan)
             use.take(reached.sink.counts)
-        report.rationales = use
+        report.add(use)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         counts = manifest.counts
         if counts is not None and (counts.tallies.rationales.rows or counts.tallies.evidence):
-            report.rationales = use = RationaleUse()
+            use = RationaleUse()
             use.take(counts)
+            report.add(use)
 
     def _texts(self, names: Sequence[str]) -> Mapping[str, str]:
         return rationale_texts(self.settings.rationales.rationale_template, names)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.core.windows import find_prompts
@@ -24,6 +24,7 @@ from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.questions import Label
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import (
     Box,
     Part,
@@ -118,6 +119,20 @@ class RunEvaluation(Evaluation):
     surest_wrong: list[EvaluatedRow] = Field(default_factory=list)  # the most probable predictions that are wrong
     near_threshold: list[EvaluatedRow] = Field(default_factory=list)  # the closest calls
     threshold: float | None = None  # the threshold that those are near; None with more than two labels
+
+
+class Evaluations(Finding, RootModel[dict[str, RunEvaluation]]):
+    """The evaluations of a job, by question."""
+
+    key: ClassVar[str] = "evaluations"
+    place: ClassVar[int] = 13
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return a section for each question."""
+        found = [_section_of(own, report.told_apart(name)) for name, own in self.root.items()]
+        if found:
+            found[0].summary = {"evaluations": {name: summary_of(own) for name, own in self.root.items()}}
+        return found
 
 
 MOST_ROWS = 20  # rows of each kind that are named
@@ -874,21 +889,15 @@ class Evaluating(Judge):
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("evaluate"), run.stop.at_once():
+            evaluations = {}
             for number, plan in self._plans.items():
                 found = evaluate_output(run.sink.location, plan, self.settings.ids.id_column)
                 found = with_texts(found, run.inputs, number) if self.settings.evaluation.show_text else found
-                run.report.evaluations[plan.own.key] = found
+                evaluations[plan.own.key] = found
+            run.report.add(Evaluations(evaluations))
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        for content in manifest.plan.get(PLAN) or ():
-            if (plan := EvaluationPlan.of_json(content)) is not None:
-                report.evaluations[plan.own.key] = evaluate_output(output, plan, manifest.job.id_name)
-
-
-def sections(report: RunReport) -> list[Section]:
-    """Return the sections on the evaluation of a run, one for each question."""
-    found = [_section_of(own, report.told_apart(name)) for name, own in report.evaluations.items()]
-    if found:
-        found[0].summary = {"evaluations": {name: summary_of(own) for name, own in report.evaluations.items()}}
-    return found
+        plans = filter(None, map(EvaluationPlan.of_json, manifest.plan.get(PLAN) or ()))
+        found = {plan.own.key: evaluate_output(output, plan, manifest.job.id_name) for plan in plans}
+        report.add(Evaluations(found) if found else None)

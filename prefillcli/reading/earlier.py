@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
 from prefillcli.options.settings import JobSettings
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import reading, writing
 from prefillcli.rows.output.columns import DIGEST, ROW
@@ -32,12 +32,21 @@ if TYPE_CHECKING:
     from prefillcli.report.run import RunReport
 
 
-class SinceUse(BaseModel):
+class SinceUse(Finding):
     """The rows that were taken over from an earlier output."""
+
+    key: ClassVar[str] = "since"
+    place: ClassVar[int] = 6
 
     output: str | None = None  # None where it is not known, as in a merge
     rows: int = 0  # scored rows of the output that were taken over, in all attempts
     reason: str | None = None  # why none could be taken over in this attempt
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on rows that were taken over."""
+        whence = "" if self.output is None else f" from {self.output}"
+        line = ("taken over", f"{counted(self.rows, 'row')}{whence}")
+        return [Section(lines=[line], summary={"since": {"rows": self.rows}})]
 
 
 NOT_COMPARED = "input"  # the part of a fingerprint that may differ: the contents of rows are compared row by row
@@ -258,7 +267,8 @@ class Earlier(Judge):
     def find(self, report: RunReport, output: str) -> None:
         """Find the output, once the job's fingerprint is in the report. Raises OutputConflictError for that of another
         job."""
-        self._found, report.since = find_earlier(self.settings, output, report.fingerprint)
+        self._found, use = find_earlier(self.settings, output, report.fingerprint)
+        report.add(use)
 
     def open(self, run: Run) -> EarlierOutput | None:
         """Return the rows of the output that was found; None if there is none. Close them. Raises as
@@ -278,18 +288,6 @@ class Earlier(Judge):
 
 
 def _count(report: RunReport, rows: int) -> None:
-    if report.since is None and rows:
-        report.since = SinceUse()  # of a merge, or of earlier attempts
-    if report.since is not None:
-        report.since.rows = rows
-
-
-def section(report: RunReport) -> Section | None:
-    """Return the section on rows that were taken over; None where there is nothing to report."""
-    use = report.since
-    if use is None:
-        return None
-    whence = "" if use.output is None else f" from {use.output}"
-    return Section(
-        lines=[("taken over", f"{counted(use.rows, 'row')}{whence}")], summary={"since": {"rows": use.rows}}
-    )
+    use = SinceUse.from_report(report) or (SinceUse() if rows else None)  # of a merge, or of earlier attempts
+    if use is not None:
+        report.add(use.model_copy(update={"rows": rows}))

@@ -17,7 +17,7 @@ from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, step
 from prefillcli.runtime.signals import Stop
-from prefillcli.scoring.compose import MERGED, sections_of
+from prefillcli.scoring.compose import JUDGES
 from prefillcli.scoring.path_table import report_path, require_apart
 from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
 
@@ -34,8 +34,7 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
 
 def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     clock = Clock()
-    report = RunReport.new(
-        sections_of,
+    report = RunReport(
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.to_json()),
@@ -83,7 +82,7 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
         report.take(counts)
         report.take_audits(counts)
         with clock.phase("evaluate"), stop.at_once():
-            for judge in MERGED:
+            for judge in JUDGES:
                 judge.merged(report, settings.files.output, replace(manifest, counts=counts))
     failed = gates.judge(report)
     rate, skip = settings.files.max_error_rate, settings.files.skip_empty

@@ -247,7 +247,7 @@ class Exits(Reading, Judge):
         use = stored_exit_use(reached.sink.plan) if use is None else self._in_this_run(use, report.tokens)
         if use is not None:
             use.take(reached.sink.counts)
-        report.exits = use
+        report.add(use)
 
     def _in_this_run(self, use: ExitUse, tokens: Any) -> ExitUse:
         # The exits with their savings in the packs of this run, whose `tokens` these are.
@@ -275,9 +275,10 @@ class Exits(Reading, Judge):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        use = report.exits = stored_exit_use(manifest.plan)
+        use = stored_exit_use(manifest.plan)
         if use is not None and manifest.counts is not None:
             use.take(manifest.counts)
+        report.add(use)
 
 
 def decided_row(question: Request, logprobs: Any, layer: int, seconds: float) -> ScoredRow:

@@ -2,7 +2,7 @@
 
 A predicate has the column `NAME`, its probability. A choice has `NAME`, the chosen value, and a score `NAME`, the
 expected number of its level; both have `NAME.probabilities`, by the names of their answers, and `NAME.confidence`. A
-question without a name is the only one of its job: it has the columns of labels, `score` and `logprob_LABEL`.
+question without a name is the only one of its job: it has `score`, and a log-probability for each label.
 """
 
 from __future__ import annotations
