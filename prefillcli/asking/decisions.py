@@ -26,7 +26,7 @@ from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE, Responses
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import FORMAT
+from prefillcli.rows.output.destination import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
 from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure

@@ -30,8 +30,8 @@ from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.output.answers import described
 from prefillcli.rows.output.columns import ResultRows
+from prefillcli.rows.output.destination import ANSWERS
 from prefillcli.rows.output.schema import OutputSchema
-from prefillcli.rows.output.target import ANSWERS
 from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:

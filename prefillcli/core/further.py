@@ -10,8 +10,8 @@ from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import ROW_COLUMN, Probabilities, ResultRows
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.schema import OutputSchema
-from prefillcli.rows.output.target import Target
 from prefillcli.rows.records import ScoredRow, Window
 from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Writing
@@ -178,15 +178,15 @@ MOST_ROWS = 10
 def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[dict[str, Any]]:
     """Return the first rows of an output with a value in one of these columns, at most `MOST_ROWS`: their `row` or
     `id`, `score`, `prediction` and these columns."""
-    target = Target.parse(output)
+    destination = Destination.parse(output)
     found: list[dict[str, Any]] = []
-    for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
+    for table in destination.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
         rows = table.select([name for name in table.column_names if name != id_name]).to_pylist()
         chosen = [at for at, row in enumerate(rows) if any(row[name] is not None for name in names)]
         chosen = chosen[: MOST_ROWS - len(found)]
         ids: Sequence[str | None] = [None] * len(chosen)
         if id_name is not None:
-            ids = id_texts(table[id_name].take(chosen), json_text=target.file_format.json_text)
+            ids = id_texts(table[id_name].take(chosen), json_text=destination.file_format.json_text)
         for at, own in zip(chosen, ids, strict=True):
             shown = {name: rows[at][name] for name in ("score", "prediction", *names)}
             if isinstance(shown["prediction"], int):

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.tallies import Counts
-    from prefillcli.rows.output.target import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from prefillcli.rows.output.columns import added
 if TYPE_CHECKING:
     from prefillcli.core.run import Reached
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.tallies import Counts
-    from prefillcli.rows.output.target import Manifest
 
 
 class AdapterUse(BaseModel):

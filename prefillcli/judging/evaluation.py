@@ -42,7 +42,7 @@ from prefillcli.rows.input.selection import BATCH_ROWS
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
-from prefillcli.rows.output.target import Target
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.values import id_texts, json_texts, to_python
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from prefillcli.stats.evaluation import (
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs, OpenRows
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.schema import OutputSchema
-    from prefillcli.rows.output.target import Manifest
 
 
 # The evaluation of a run, as `run.json` holds it: the figures, the values of the truth column, and rows to look at.
@@ -261,8 +261,8 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
 
     Raises UsageError if its truth column has values and none of them is a label.
     """
-    target = Target.parse(output)
-    pairs = read_scored_truth(target, plan)
+    destination = Destination.parse(output)
+    pairs = read_scored_truth(destination, plan)
     mistakes = plan.mistakes({value: rows for value, (_, rows) in pairs.found.values.items()}, pairs.found.left_out)
     if mistakes is not None and not len(pairs.truth) and not pairs.said.size:
         raise _no_label(plan, mistakes)
@@ -271,7 +271,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
     threshold = None if plan.values else _threshold(figures)
     wrong, near = ([], []) if plan.values else _named_rows(pairs, threshold)
-    names = row_names(target, pairs.places[[*wrong, *near]].tolist(), id_name)
+    names = row_names(destination, pairs.places[[*wrong, *near]].tolist(), id_name)
     if plan.numbers:
         figures = figures.model_copy(update={"ordered": evaluate_ordered(*pairs.said)})
     return RunEvaluation(
@@ -459,7 +459,7 @@ class ScoredTruth:
         return self.scores if self.scores.ndim == 2 else np.stack([self.scores, 1 - self.scores], axis=1)
 
 
-def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
+def read_scored_truth(destination: Destination, plan: EvaluationPlan) -> ScoredTruth:
     """Read the scores of an output and its right answers, in 24 bytes a row for two labels.
 
     Calibrated probabilities take 8 bytes more. Raises what pyarrow raises, or ValueError, if the output is damaged.
@@ -470,8 +470,8 @@ def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
     none, calibrated = np.empty((0, *width)), np.empty((0, *width)) if plan.own.calibrated else None
     numbers, logprobs = np.empty(0, np.int64), none if plan.choices else None
     pieces = [ScoredTruth(none, calibrated, numbers, numbers, 0, 0, counts, logprobs, np.empty((3, 0)))]
-    for table in target.tables(plan.columns):
-        pieces.append(_of_piece(table, rows, plan, counts, json_text=target.file_format.json_text))
+    for table in destination.tables(plan.columns):
+        pieces.append(_of_piece(table, rows, plan, counts, json_text=destination.file_format.json_text))
         rows += len(table)
     return ScoredTruth(
         scores=_joined([each.scores for each in pieces], 0.0),
@@ -562,15 +562,15 @@ def _chosen(
     return numbers, np.full(len(table), math.nan)
 
 
-def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
+def row_names(destination: Destination, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
     """Return the row number, or the id as text, of rows of an output by their places in it."""
     found: dict[int, int | str] = {}
     wanted, rows = np.array(sorted(set(places)), np.int64), 0
-    for table in target.tables([id_name or ROW_COLUMN]):
+    for table in destination.tables([id_name or ROW_COLUMN]):
         inside = wanted[(wanted >= rows) & (wanted < rows + len(table))]
         column = table[id_name or ROW_COLUMN].take(pa.array(inside - rows))  # a number is a text in JSON Lines
         values = (
-            id_texts(column, json_text=target.file_format.json_text)
+            id_texts(column, json_text=destination.file_format.json_text)
             if id_name
             else column.cast(pa.int64()).to_pylist()
         )

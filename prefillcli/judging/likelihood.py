@@ -14,8 +14,8 @@ from prefillcli.report.section import Section, three_digits
 if TYPE_CHECKING:
     from prefillcli.core.run import Reached
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.tallies import Counts
-    from prefillcli.rows.output.target import Manifest
 
 
 class LikelihoodJudge(Judge):

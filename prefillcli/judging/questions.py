@@ -14,15 +14,15 @@ from prefillcli.core.roles import Judge
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section, counted, percent_interval
 from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Target
 from prefillcli.stats.evaluation import correlation
 from prefillcli.stats.intervals import Estimate, share_estimate
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Reached, Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.target import Manifest
+    from prefillcli.rows.output.destination import Manifest
 
 
 class OrderUse(BaseModel):
@@ -90,7 +90,7 @@ def correlations_of(output: str, questions: Sequence[AnswerColumns]) -> Correlat
     """Return the correlations of a finished output with these questions. Raises what pyarrow raises, or ValueError, if
     it is damaged."""
     pieces = [np.empty((len(questions), 0))]
-    for table in Target.parse(output).tables([name for own in questions for name in own.told]):
+    for table in Destination.parse(output).tables([name for own in questions for name in own.told]):
         pieces.append(np.stack([own.shares_in(table)[:, 0] for own in questions]))
     scores = np.concatenate(pieces, axis=1)
     most = range(len(questions))

@@ -18,10 +18,10 @@ from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import FILE_ENDINGS, format_of
 from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.destination import open_format
 from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store
-from prefillcli.rows.output.target import open_format
 from prefillcli.rows.records import is_error
 from prefillcli.stats.arrays import Int64Array
 

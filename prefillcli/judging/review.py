@@ -27,10 +27,10 @@ from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN, added
+from prefillcli.rows.output.destination import Destination, open_format
 from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
-from prefillcli.rows.output.target import Target, open_format
 from prefillcli.rows.proof import hash_value
 from prefillcli.runtime import log
 from prefillcli.stats.acceptance import RISK, Acceptance
@@ -311,7 +311,7 @@ def write_review(path: str, sink: Sink, questions: Sequence[_Reviewed], folders:
             doubt = pc.fill_null(pc.greater(pc.list_value_length(table[COLUMN]), 0), False)
             yield table.filter(pc.or_(doubt, pc.is_valid(table["error"]))).select(names)
 
-    json_output = Target.parse(sink.location).file_format.json_text
+    json_output = Destination.parse(sink.location).file_format.json_text
     first = next(to_look_at(), None)
     kinds = {name: pa.string() if first is None else first.schema.field(name).type for name in carried}
     # From an output in JSON Lines, kept columns come as JSON texts.

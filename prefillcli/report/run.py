@@ -60,9 +60,9 @@ from prefillcli.report.verdict import (
     verdict_of,
 )
 from prefillcli.rows.output import ANSWER
+from prefillcli.rows.output.destination import FORMAT
 from prefillcli.rows.output.store import put_text
 from prefillcli.rows.output.tallies import LENGTH_EDGES, SCORE_BINS, AnswerTally, Counts
-from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock

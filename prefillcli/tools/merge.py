@@ -11,9 +11,9 @@ from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
+from prefillcli.rows.output.destination import Destination, Manifest
 from prefillcli.rows.output.shards import JoinedShards
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, step
 from prefillcli.runtime.signals import Stop
@@ -71,7 +71,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
     gates = Gates(settings.gates)
     gates.begin(report)
-    with JoinedShards(Target.parse(settings.files.output)) as joined:
+    with JoinedShards(Destination.parse(settings.files.output)) as joined:
         with clock.phase("read"), stop.at_once():
             joined.open(overwrite=settings.files.overwrite)
         if joined.merged is not None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prefillcli.reading.exits.first import FirstReading, Reader
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.target import Manifest
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.records import Prompt
 
 

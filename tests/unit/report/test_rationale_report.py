@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
 from prefillcli.followup.rationale import NO_REASON, RationaleFollowUp, RationaleUse, WrittenRow
 from prefillcli.report.run import RunReport, run_html, run_lines
+from prefillcli.rows.output.destination import Manifest
 from prefillcli.rows.output.tallies import Counts, RationaleTally, Tallies
-from prefillcli.rows.output.target import Manifest
 from prefillcli.walk.continuations import DecodingReport, DrafterCounts
 from tests.unit.report.test_metrics import metrics
 from tests.unit.report.test_run_page import HOSTILE, Page
