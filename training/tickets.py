@@ -8,7 +8,7 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.sample_text import GREETINGS, SUBJECTS, TICKETS
-from prefillcli.asking.forms import ANSWER, text_of
+from prefillcli.asking.forms import QUESTION_END, text_of
 from prefillcli.prompts.questions import Choice, Predicate, Question, Score
 from training.curriculum import SHORT, Batch, BatchMaker, Lesson
 
@@ -120,6 +120,6 @@ def encode_ticket(
     tokenizer: PreTrainedTokenizerBase, text: str, question: Question, answer: str
 ) -> tuple[list[int], set[int]]:
     """Return the token ids of a prompt with its answer, and the indices that predict one of the answer's tokens."""
-    prompt = tokenizer(text + text_of(question) + ANSWER)["input_ids"]
+    prompt = tokenizer(text + text_of(question) + QUESTION_END)["input_ids"]
     said = tokenizer(f" {answer}", add_special_tokens=False)["input_ids"]
     return [*prompt, *said], set(range(len(prompt) - 1, len(prompt) + len(said) - 1))

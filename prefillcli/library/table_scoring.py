@@ -68,6 +68,7 @@ class TableScorer:
         save_plan_of(self._models, self._plans)
         self._first_window = FirstWindow(labels, opened.tokenizer, settings.answers.temperature)
         self._usual: frozenset[str] | None = None  # columns of prompts, of the rows that the builder is for
+        self._told = ""  # how chats get to the answer
         self._checked = False  # whether the labels have followed some prompts
 
     @property
@@ -140,7 +141,7 @@ class TableScorer:
         if usual != self._usual:
             self._close_builder()
             builder = inputs.rows.make_builder(inputs.opened, inputs.labels, table.available)
-            tell_way(inputs.settings, builder, inputs.builder)
+            self._told = tell_way(inputs.settings, builder, self._told)
             self._usual = usual
         table.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         rows = replace(inputs.rows, source=cast("Source", table))

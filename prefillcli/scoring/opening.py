@@ -185,12 +185,13 @@ def with_common_prompts(inputs: Inputs) -> Inputs:
     return replace(inputs, common=found) if found else inputs
 
 
-def tell_way(settings: JobSettings, builder: PromptBuilder, before: PromptBuilder | None = None) -> None:
-    """Log how the chats of a builder get to the answer, unless those of the one before did alike."""
-    said, told = (each.way.said if each is not None and each.way else "" for each in (builder, before))
+def tell_way(settings: JobSettings, builder: PromptBuilder, told: str = "") -> str:
+    """Log how the chats of a builder get to the answer, unless that is `told` already; return it."""
+    said = builder.way.said if builder.way else ""
     if said and said != told and not settings.run.quiet:
         ends = "the model thinks first" if settings.prompts.thinking == "on" else "the answer comes next"
         log.info(f"{said}, so that {ends} (--thinking)")
+    return said
 
 
 def require_uses(settings: JobSettings, parts: Parts, available: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from tests.jobs.jobs import Reference, beside_answers, read_output, read_report,
 
 STABLE_KEYS = {
     "schema_version", "status", "exit_code", "error", "rows", "tokens", "seconds", "rows_per_second",
-    "tokens_per_second", "peak_memory_bytes", "packs", "settings", "versions", "fingerprint", "audit",
+    "tokens_per_second", "peak_memory_bytes", "packs", "settings", "versions", "fingerprint", "audits",
 }  # fmt: skip
 STABLE_PARTS = {
     "rows": {"total", "scored", "errors", "errors_by_code"},

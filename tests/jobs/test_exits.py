@@ -359,7 +359,14 @@ def test_an_engine_that_has_no_exits_refuses_them(data: Path, deep_model: Path, 
         score(data, model=deep_model, engine="hf", **(EXITS | flags))
 
 
-def job_with(sink: SimpleNamespace) -> Any:
+class Plans(SimpleNamespace):
+    """A sink that keeps its plan in memory."""
+
+    def save_plan(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+
+
+def job_with(sink: Plans) -> Any:
     return SimpleNamespace(sink=sink)
 
 
@@ -377,7 +384,7 @@ def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
 
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
-    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"answer": audited}))
+    sink = Plans(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use_of("answer"))
     exits.window_written(job_with(sink), window=4)
     assert not exits.policies
@@ -390,12 +397,12 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
     use = use_of("answer", flips_of=flips_of)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
-    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
+    few = Plans(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use.model_copy())
     exits.window_written(job_with(few), window=4)
     assert (not exits.policies) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
-    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
+    many = Plans(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use.model_copy())
     exits.window_written(job_with(many), window=4)
     assert not exits.policies
@@ -694,7 +701,7 @@ def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_m
 
 def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"calm": {"t": AuditedExits(200, 150, 2)}, "wild": {"t": AuditedExits(90, 80, 40)}}
-    sink = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    sink = Plans(plan={"exits": {}}, counts=Counts(audited_exits=audited))
     exits = at_work({0: ExitPolicy(()), 1: ExitPolicy(())}, use_of("calm", "wild"))
     exits.window_written(job_with(sink), window=4)
     assert list(exits.policies) == [0]

@@ -58,9 +58,9 @@ def test_a_condition_or_template_that_cannot_be_is_refused_before_anything_loads
     assert not Path("out.parquet").exists()
 
 
-def test_a_syntax_error_is_told_before_the_input_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_syntax_error_is_told_before_a_model_is_looked_for(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ({"rationale_when": "score >"}, {"rationale_template": "{{ no }}"}):
-        summary = score("missing.parquet", rationale=8, **flags)
+        summary = score(source, model="missing", rationale=8, **flags)
         assert_refused(summary, capsys.readouterr().err, "--rationale-")
 
 
