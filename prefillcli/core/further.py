@@ -76,7 +76,7 @@ class WantedRow:
     A row with several prompts has the same for each that was asked, as `parts`; itself, it is about the first.
     """
 
-    question: Request
+    request: Request
     scored: ScoredRow
     label: int
     parts: tuple[WantedRow, ...] = ()
@@ -84,7 +84,7 @@ class WantedRow:
     @property
     def prompt_tokens(self) -> int:
         """The tokens of its prompts."""
-        return sum(len(each.question.prompt.tokens) for each in self.parts or (self,))
+        return sum(len(each.request.prompt.tokens) for each in self.parts or (self,))
 
 
 class Further:
@@ -93,11 +93,11 @@ class Further:
     most = 1
     """Questions about one row, at most."""
 
-    def later(self, window: Window, questions: Sequence[Request]) -> Collection[int]:
+    def later(self, window: Window, requests: Sequence[Request]) -> Collection[int]:
         """Return the numbers of the window's questions that it asks itself, once their rows are scored."""
         return ()
 
-    def continuations(self, window: Window, questions: Mapping[int, Request]) -> Continuations | None:
+    def continuations(self, window: Window, requests: Mapping[int, Request]) -> Continuations | None:
         """Return which of these questions of a window get a text as soon as they are scored; None if none does."""
         return None
 
@@ -108,7 +108,7 @@ class Further:
         """Return whether a wanted row needs more than `scored` gave it."""
         return True
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
+    def requests(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         """Return the next questions about a wanted row; none once everything is known."""
         return ()
 

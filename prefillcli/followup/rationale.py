@@ -47,13 +47,13 @@ class WritablePrompt:
     """A prompt that may get a text: how it is read, the source of its noise, and the text's beginning by predicted
     label."""
 
-    question: Request
+    request: Request
     key: str
     words: tuple[tuple[int, ...], ...]
 
     def beginning(self, label: int) -> Beginning:
         """Return the beginning of the text after the prompt when this label is its answer."""
-        return Beginning(self.question.tokens, self.words[label], self.key, self.question.positions)
+        return Beginning(self.request.tokens, self.words[label], self.key, self.request.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ChosenByScores:
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         scored = {
-            answer.prompt: scored_row(self.candidates[answer.prompt].question, answer)
+            answer.prompt: scored_row(self.candidates[answer.prompt].request, answer)
             for answer in answers
             if answer.prompt in self.candidates
         }
@@ -86,7 +86,7 @@ class ChosenByScores:
 
     def of(self, prompts: Collection[int]) -> ChosenByScores:
         own = {prompt: each for prompt, each in self.candidates.items() if prompt in prompts}
-        return replace(self, candidates=own, window=self.window.only(each.question.prompt for each in own.values()))
+        return replace(self, candidates=own, window=self.window.only(each.request.prompt for each in own.values()))
 
 
 class Rationales(Further):
@@ -98,62 +98,62 @@ class Rationales(Further):
         self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
         self._id_column: str | None = inputs.settings.ids.id_column
 
-    def continuations(self, window: Window, questions: Mapping[int, Request]) -> ChosenByScores | None:
+    def continuations(self, window: Window, requests: Mapping[int, Request]) -> ChosenByScores | None:
         if self._choice.schema.questions[0].name:  # which are asked is known when all prompts of a row are answered
             return None
-        candidates = {number: self._writable(window, question) for number, question in questions.items()}
-        part = window.only((question.prompt for question in questions.values()), self._choice.columns)
+        candidates = {number: self._writable(window, request) for number, request in requests.items()}
+        part = window.only((request.prompt for request in requests.values()), self._choice.columns)
         return ChosenByScores(self._writing, self._choice, candidates, part)
 
     def scored(self, row: WantedRow, answer: Answer) -> None:
         if answer.continuation is not None:
-            self._take(row, row.question, answer.continuation)
+            self._take(row, row.request, answer.continuation)
 
     def lacks(self, row: ScoredRow) -> bool:
         return row.rationale is None
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
-        return [question for each in row.parts or (row,) for question in self._of(window, each, limits)]
+    def requests(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
+        return [request for each in row.parts or (row,) for request in self._of(window, each, limits)]
 
     def _of(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         # To write about a row, the model also reads the tokens of it that its own layers drop.
-        question = row.question if row.question.thinning is None else Request(row.question.prompt)
-        if limits.kept_size(question.size, 1) > limits.kept_tokens:
-            self._take(row, question, UNREAD)
+        request = row.request if row.request.thinning is None else Request(row.request.prompt)
+        if limits.kept_size(request.size, 1) > limits.kept_tokens:
+            self._take(row, request, UNREAD)
             return ()
 
         def take(answer: Answer | None) -> None:
-            self._take(row, question, FAILED if answer is None else answer.continuation or UNREAD)
+            self._take(row, request, FAILED if answer is None else answer.continuation or UNREAD)
 
-        beginning = self._writable(window, question).beginning(row.label)
+        beginning = self._writable(window, request).beginning(row.label)
         if not beginning.tokens:
-            self._take(row, question, FAILED)
+            self._take(row, request, FAILED)
             return ()
-        prompt = question.prompt
+        prompt = request.prompt
         if limits.switch:  # how it is read depends on the length with its text, not with its labels
             prompt = replace(prompt, labels=LabelSet.behind(beginning.tokens))
-        return [replace(question, prompt=prompt, text=(self._writing, beginning), take=take)]
+        return [replace(request, prompt=prompt, text=(self._writing, beginning), take=take)]
 
-    def _take(self, row: WantedRow, question: Request, written: Continuation) -> None:
+    def _take(self, row: WantedRow, request: Request, written: Continuation) -> None:
         # Give the row a text that was written after a question.
         text = None
         if written.finish_reason in ("stop", "length"):
-            words = self._words[question.prompt.part]
-            text = words.text(words.tokens(question.prompt.labels, row.label), written.tokens)
+            words = self._words[request.prompt.part]
+            text = words.text(words.tokens(request.prompt.labels, row.label), written.tokens)
         row.scored.rationale = Rationale(
             text=text,
             tokens=len(written.tokens),
             finish_reason=written.finish_reason,
             gap=written.gap,
-            source=FULL if question.kept is None else question.method,
+            source=FULL if request.kept is None else request.method,
         )
 
-    def _writable(self, window: Window, question: Request) -> WritablePrompt:
-        prompt = question.prompt
+    def _writable(self, window: Window, request: Request) -> WritablePrompt:
+        prompt = request.prompt
         own = self._words[prompt.part]
         words = tuple(own.tokens(prompt.labels, label) for label in range(len(prompt.labels)))
         key = self._key(window, prompt.row)
-        return WritablePrompt(question, f"{key}, {prompt.part}" if prompt.part else key, words)
+        return WritablePrompt(request, f"{key}, {prompt.part}" if prompt.part else key, words)
 
     def _key(self, window: Window, row: int) -> str:
         # A row's id, so that its text is the same wherever the row stands; else its number.
