@@ -105,7 +105,7 @@ KINDS: dict[str, Kind] = {
     ".csv": "csv",
     ".tsv": "tsv",
 }
-ENDINGS = ".parquet, .pq, .jsonl, .ndjson, .json, .csv or .tsv (all but the first two also with .gz or .zst)"
+ENDINGS = f"{' or '.join(', '.join(KINDS).rsplit(', ', 1))} (all but the first two also with {' or '.join(CODECS)})"
 # Endings of files and folders that a run writes beside its output; never taken from a directory or a glob.
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
 
