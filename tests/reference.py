@@ -13,46 +13,19 @@ from pydantic import create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from prefillcli.command_line import TEXT, option_help
-from prefillcli.followup.rationale import RationaleUse
-from prefillcli.judging.adapters import AdapterUse
-from prefillcli.judging.calibration import CalibrationUse
-from prefillcli.judging.estimate import EstimateUse
-from prefillcli.judging.evaluation import RunEvaluation
-from prefillcli.judging.gates import DriftUse, Gate
-from prefillcli.judging.likelihood import LikelihoodUse
-from prefillcli.judging.questions import Correlations, OrderUse
-from prefillcli.judging.review import ReviewUse
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import QUOTED
 from prefillcli.options.option import PANELS, STEPS, as_typed, details_of
-from prefillcli.reading.compress.compressor import KeepChoice
-from prefillcli.reading.earlier import SinceUse
-from prefillcli.reading.exits.report import ExitUse
+from prefillcli.report.finding import Finding
 from prefillcli.report.run import SCHEMA_VERSION, RunReport
+from prefillcli.scoring import compose  # noqa: F401 - all parts, and so all findings
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "options.md"
 SCHEMA = ROOT / "schema" / "run.schema.json"
 KEYWORDS = ROOT / "prefillcli" / "options" / "keywords.py"
-#: What the judges of a job put into `run.json`.
-BLOCKS: dict[str, Any] = {
-    "adapters": list[AdapterUse],
-    "calibrations": dict[str, CalibrationUse],
-    "correlations": Correlations | None,
-    "drift": DriftUse | None,
-    "estimate": EstimateUse | None,
-    "evaluations": dict[str, RunEvaluation],
-    "exits": ExitUse | None,
-    "gates": list[Gate],
-    "keep": float | None,
-    "keep_auto": KeepChoice | None,
-    "likelihood": LikelihoodUse | None,
-    "orders": list[OrderUse] | None,
-    "rationales": RationaleUse | None,
-    "rejects": str | None,
-    "review": ReviewUse | None,
-    "since": SinceUse | None,
-}
+#: What the parts of a job put into `run.json`.
+BLOCKS: dict[str, Any] = {kind.key: kind for kind in sorted(Finding.__subclasses__(), key=lambda kind: kind.key)}
 #: The page that explains the options of a panel.
 PAGES = {
     "Input": "score.md",
@@ -218,6 +191,7 @@ def run_schema() -> str:
     whole: Any = create_model("run.json", __base__=RunReport, __doc__=RunReport.__doc__, **BLOCKS)
     schema = whole.model_json_schema(schema_generator=_Schema, mode="serialization")
     schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    schema["required"] = [name for name in schema["required"] if name not in BLOCKS]  # a job may lack the part
     lists = {name: schema.pop(name) for name in ("properties", "$defs")}
     lines = [json.dumps({"$schema": _Schema.schema_dialect, **schema})[:-1]]
     for name, each in lists.items():

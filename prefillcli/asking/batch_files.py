@@ -29,7 +29,7 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, Responses, as_list
 from prefillcli.rows.output.columns import added
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import FORMAT
+from prefillcli.rows.output.destination import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText
 from prefillcli.rows.values import brief_json, encode_json
 from prefillcli.stats.labels import Measure

@@ -26,7 +26,7 @@ from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE, Responses
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
-from prefillcli.rows.output.target import FORMAT
+from prefillcli.rows.output.destination import FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
 from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure
@@ -210,7 +210,7 @@ class DecisionBuilder(PromptBuilder):
         )
 
     def fingerprint(self) -> str:
-        forms = [(text_of(each), with_answers(each).answers) for each in _EVERY_TYPE]
+        forms = [(text_of(each), with_answers(each).answers) for each in EVERY_FORM]
         text = json.dumps([super().fingerprint(), self._orders, forms])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -288,9 +288,10 @@ class DecisionBuilder(PromptBuilder):
         return self.settings.on_long.startswith("truncate")
 
 
-# A question of each type, whose forms stand for those of all.
-_EVERY_TYPE = (
+# Questions of each type and form, which stand for all.
+EVERY_FORM = (
     Predicate("?", true="+", false="-"),
     Choice("?", (Option("a", "+"), Option("b"))),
+    Choice("?", (Option("a", "+"), Option("ab"))),
     Score("?", (Option("a", "+"), Option("b"))),
 )

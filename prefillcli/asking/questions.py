@@ -30,8 +30,8 @@ from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.output.answers import described
 from prefillcli.rows.output.columns import ResultRows
+from prefillcli.rows.output.destination import ANSWERS
 from prefillcli.rows.output.schema import OutputSchema
-from prefillcli.rows.output.target import ANSWERS
 from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
@@ -322,14 +322,14 @@ class SecondPass(Further):
         self._prompts = prompts
         self._waiting: dict[int, dict[int, Request]] = {}  # by row and number of the prompt
 
-    def later(self, window: Window, questions: Sequence[Request]) -> Collection[int]:
-        waiting = {number for number, each in enumerate(questions) if each.prompt.part in self._prompts}
-        first = _computed([each for number, each in enumerate(questions) if number not in waiting])
-        if _computed(questions) - first <= _computed([questions[number] for number in waiting]) * SHARE:
+    def later(self, window: Window, requests: Sequence[Request]) -> Collection[int]:
+        waiting = {number for number, each in enumerate(requests) if each.prompt.part in self._prompts}
+        first = _computed([each for number, each in enumerate(requests) if number not in waiting])
+        if _computed(requests) - first <= _computed([requests[number] for number in waiting]) * SHARE:
             return ()
         for number in waiting:
-            prompt = questions[number].prompt
-            self._waiting.setdefault(prompt.row, {})[prompt.part] = questions[number]
+            prompt = requests[number].prompt
+            self._waiting.setdefault(prompt.row, {})[prompt.part] = requests[number]
         return waiting
 
     def chosen(self, window: Window, rows: ResultRows) -> Collection[int]:
@@ -344,7 +344,7 @@ class SecondPass(Further):
                 found.add(each.row)
         return found
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
+    def requests(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         waiting = self._waiting.pop(row.scored.row).values()
         return [replace(each, take=partial(_take, row.scored, each), required=True) for each in waiting]
 
@@ -353,18 +353,18 @@ class SecondPass(Further):
         return () if when is None else when(rows)
 
 
-def _computed(questions: Sequence[Request]) -> int:
+def _computed(requests: Sequence[Request]) -> int:
     # The tokens that these questions take together.
-    prompts = [each.tokens for each in questions]
-    behind = sum(each.prompt.labels.tokens for each in questions)
+    prompts = [each.tokens for each in requests]
+    behind = sum(each.prompt.labels.tokens for each in requests)
     return forest_tokens(build_forest(prompts, token_order(prompts))) + behind if prompts else 0
 
 
-def _take(row: ScoredRow, question: Request, answer: Answer | None) -> None:
+def _take(row: ScoredRow, request: Request, answer: Answer | None) -> None:
     # Put the answer to one of its prompts into a row.
     if answer is None:  # the row is an error row, as the question is required
         return
-    found, part = scored_row(question, answer), question.prompt.part
+    found, part = scored_row(request, answer), request.prompt.part
     row.parts = (*row.parts[:part], found, *row.parts[part + 1 :])
     row.shared_tokens += found.shared_tokens
     row.computed_tokens += found.computed_tokens

@@ -10,8 +10,8 @@ from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import ROW_COLUMN, Probabilities, ResultRows
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.schema import OutputSchema
-from prefillcli.rows.output.target import Target
 from prefillcli.rows.records import ScoredRow, Window
 from prefillcli.rows.values import id_texts
 from prefillcli.walk.continuations import Beginning, Writing
@@ -76,7 +76,7 @@ class WantedRow:
     A row with several prompts has the same for each that was asked, as `parts`; itself, it is about the first.
     """
 
-    question: Request
+    request: Request
     scored: ScoredRow
     label: int
     parts: tuple[WantedRow, ...] = ()
@@ -84,7 +84,7 @@ class WantedRow:
     @property
     def prompt_tokens(self) -> int:
         """The tokens of its prompts."""
-        return sum(len(each.question.prompt.tokens) for each in self.parts or (self,))
+        return sum(len(each.request.prompt.tokens) for each in self.parts or (self,))
 
 
 class Further:
@@ -93,11 +93,11 @@ class Further:
     most = 1
     """Questions about one row, at most."""
 
-    def later(self, window: Window, questions: Sequence[Request]) -> Collection[int]:
+    def later(self, window: Window, requests: Sequence[Request]) -> Collection[int]:
         """Return the numbers of the window's questions that it asks itself, once their rows are scored."""
         return ()
 
-    def continuations(self, window: Window, questions: Mapping[int, Request]) -> Continuations | None:
+    def continuations(self, window: Window, requests: Mapping[int, Request]) -> Continuations | None:
         """Return which of these questions of a window get a text as soon as they are scored; None if none does."""
         return None
 
@@ -108,7 +108,7 @@ class Further:
         """Return whether a wanted row needs more than `scored` gave it."""
         return True
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
+    def requests(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         """Return the next questions about a wanted row; none once everything is known."""
         return ()
 
@@ -178,15 +178,15 @@ MOST_ROWS = 10
 def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[dict[str, Any]]:
     """Return the first rows of an output with a value in one of these columns, at most `MOST_ROWS`: their `row` or
     `id`, `score`, `prediction` and these columns."""
-    target = Target.parse(output)
+    destination = Destination.parse(output)
     found: list[dict[str, Any]] = []
-    for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
+    for table in destination.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
         rows = table.select([name for name in table.column_names if name != id_name]).to_pylist()
         chosen = [at for at, row in enumerate(rows) if any(row[name] is not None for name in names)]
         chosen = chosen[: MOST_ROWS - len(found)]
         ids: Sequence[str | None] = [None] * len(chosen)
         if id_name is not None:
-            ids = id_texts(table[id_name].take(chosen), json_text=target.file_format.json_text)
+            ids = id_texts(table[id_name].take(chosen), json_text=destination.file_format.json_text)
         for at, own in zip(chosen, ids, strict=True):
             shown = {name: rows[at][name] for name in ("score", "prediction", *names)}
             if isinstance(shown["prediction"], int):

@@ -110,7 +110,7 @@ class ReadPrompt:
     might have been compressed is read in full.
     """
 
-    question: Request
+    request: Request
     importance: npt.NDArray[np.float32] | None
     why: list[TokenReason]
     voters: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class ReadPrompt:
 
 
 def plan_requests(
-    questions: Sequence[Request],
+    requests: Sequence[Request],
     limits: Limits,
     *,
     carried: Sequence[CarriedBlock] = (),
@@ -134,48 +134,48 @@ def plan_requests(
     Where the target drops tokens itself, nothing is held from pack to pack: its last layers have no K,V of a whole
     prefix.
     """
-    if any(question.thinning is not None for question in questions):
-        return _joined(questions, limits)
+    if any(request.thinning is not None for request in requests):
+        return _joined(requests, limits)
     return make_plan(
-        [question.tokens for question in questions],
+        [request.tokens for request in requests],
         limits,
-        positions=[question.positions for question in questions],
-        variants=planned_variants(questions),
-        labels=[each.prompt.labels for each in questions],
+        positions=[request.positions for request in requests],
+        variants=planned_variants(requests),
+        labels=[each.prompt.labels for each in requests],
         carried=carried,
         block_tokens=block_tokens,
     )
 
 
-def planned_variants(questions: Sequence[Request]) -> list[str | None]:
+def planned_variants(requests: Sequence[Request]) -> list[str | None]:
     """Return the variants that read the questions."""
-    return [each.prompt.variant for each in questions]
+    return [each.prompt.variant for each in requests]
 
 
-def thinning_of(questions: Mapping[int, Request]) -> ThinningRule | None:
+def thinning_of(requests: Mapping[int, Request]) -> ThinningRule | None:
     """Return the rule by which the model drops tokens of these questions, by their numbers in a plan; None if it drops
     none."""
-    own = {number: each.thinning for number, each in questions.items() if each.thinning is not None}
+    own = {number: each.thinning for number, each in requests.items() if each.thinning is not None}
     return next(iter(own.values())).rule(own) if own else None
 
 
-def method_of(question: Request, answer: Answer) -> str:
+def method_of(request: Request, answer: Answer) -> str:
     """Return how the target has read a prompt: by the question's method, unless it should have dropped tokens itself
     and did not."""
     thinned = answer.thinned
-    if question.thinning is None or (thinned is not None and len(thinned.kept) < len(question.tokens)):
-        return question.method
+    if request.thinning is None or (thinned is not None and len(thinned.kept) < len(request.tokens)):
+        return request.method
     return FULL if thinned is None or thinned.reason is None else FALLBACK + thinned.reason
 
 
-def kept_tokens(question: Request, answer: Answer) -> int:
+def kept_tokens(request: Request, answer: Answer) -> int:
     """Return how many tokens of a prompt went through all layers."""
-    return len(question.tokens) if answer.thinned is None else len(answer.thinned.kept)
+    return len(request.tokens) if answer.thinned is None else len(answer.thinned.kept)
 
 
 def answer_requests(
     engine: PlanEngine,
-    questions: Sequence[Request],
+    requests: Sequence[Request],
     tick: Tick = lambda tokens: None,
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
@@ -184,11 +184,11 @@ def answer_requests(
     Raises ResourceError if the engine cannot go on.
     """
     found: dict[int, Answer] = {}
-    plan = plan_requests(questions, engine.limits)
-    treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
-    for answers in engine.answer_all(plan.packs, lambda i: questions[i].prompt.labels, tick, treatment):
+    plan = plan_requests(requests, engine.limits)
+    treatment = replace(treatment, thinning=thinning_of(dict(enumerate(requests))))
+    for answers in engine.answer_all(plan.packs, lambda i: requests[i].prompt.labels, tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
-    return [found[number] for number in range(len(questions))]
+    return [found[number] for number in range(len(requests))]
 
 
 def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
@@ -199,17 +199,17 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _joined(questions: Sequence[Request], limits: Limits) -> Plan:
+def _joined(requests: Sequence[Request], limits: Limits) -> Plan:
     """Return the plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
     unique = behind = 0
     limits = replace(limits, held_tokens=0)
-    for group, own in _groups(questions, limits):
-        some = [questions[number] for number in group]
+    for group, own in _groups(requests, limits):
+        some = [requests[number] for number in group]
         plan = make_plan(
-            [question.tokens for question in some],
+            [request.tokens for request in some],
             own,
-            positions=[question.positions for question in some],
+            positions=[request.positions for request in some],
             variants=planned_variants(some),
             labels=[each.prompt.labels for each in some],
         )
@@ -220,32 +220,32 @@ def _joined(questions: Sequence[Request], limits: Limits) -> Plan:
     return Plan(packs, unique, behind_tokens=behind)
 
 
-def _groups(questions: Sequence[Request], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
+def _groups(requests: Sequence[Request], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
     """Yield the numbers of questions that may share packs, and the limits of these.
 
     A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
     itself, rows of another rate, or without one, are apart too. The last layers then hold shared tokens once for each
     row, so groups are small enough for that to fit.
     """
-    thinned = {question.prompt.row for question in questions if question.thinning is not None}
-    twins = [n for n, each in enumerate(questions) if each.thinning is None and each.prompt.row in thinned]
+    thinned = {request.prompt.row for request in requests if request.thinning is not None}
+    twins = [n for n, each in enumerate(requests) if each.thinning is None and each.prompt.row in thinned]
     apart = set(twins)
-    ordinary = [number for number in range(len(questions)) if number not in apart]
-    if not any(each.thinning is not None and each.thinning.alone for each in questions):
+    ordinary = [number for number in range(len(requests)) if number not in apart]
+    if not any(each.thinning is not None and each.thinning.alone for each in requests):
         yield ordinary, limits
     else:
         rates: dict[float | None, list[int]] = {}
         for number in ordinary:
-            own = questions[number].thinning
+            own = requests[number].thinning
             rates.setdefault(None if own is None else own.keep, []).append(number)
         for rate, numbers in rates.items():
-            yield from [(numbers, limits)] if rate is None else _small_groups(questions, numbers, limits)
+            yield from [(numbers, limits)] if rate is None else _small_groups(requests, numbers, limits)
     if twins:
         yield twins, limits
 
 
 def _small_groups(
-    questions: Sequence[Request], numbers: Sequence[int], limits: Limits
+    requests: Sequence[Request], numbers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[list[int], Limits]]:
     """Yield groups of questions. Their tokens fit half of the memory before thinning and the other half after it,
     where each question has its own. Questions too long for that are alone. Those that begin alike are together."""
@@ -253,12 +253,12 @@ def _small_groups(
     small = replace(limits, tokens=min(limits.tokens, half), max_tokens=half)
     group: list[int] = []
     kept = 0
-    for at in token_order([questions[number].tokens for number in numbers]):
-        question = questions[numbers[at]]
-        if question.size > half:
+    for at in token_order([requests[number].tokens for number in numbers]):
+        request = requests[numbers[at]]
+        if request.size > half:
             yield [numbers[at]], limits
             continue
-        own = question.most_kept + question.prompt.labels.tokens
+        own = request.most_kept + request.prompt.labels.tokens
         if group and kept + own > half:
             yield sorted(group), small
             group, kept = [], 0
@@ -303,22 +303,22 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
     return [candidates[at] for at in sorted(order.tolist())]
 
 
-def scored_row(question: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
+def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
     """Return a row scored by an answer. An `audited` one has two results: the one an exit would have given, and the
     full read's."""
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
     if audited:
         audit = answer.logprobs
-        if (early := question.early or answer.early) is not None:
+        if (early := request.early or answer.early) is not None:
             layer, logprobs = early
     return ScoredRow(
-        row=question.prompt.row,
+        row=request.prompt.row,
         logprobs=logprobs,
         shared_tokens=answer.shared_tokens,
         computed_tokens=answer.computed_tokens,
-        kept_tokens=kept_tokens(question, answer),
-        seconds=answer.seconds + question.pick_seconds,
-        method=method_of(question, answer) if layer is None else early_exit_method(method_of(question, answer), layer),
+        kept_tokens=kept_tokens(request, answer),
+        seconds=answer.seconds + request.pick_seconds,
+        method=method_of(request, answer) if layer is None else early_exit_method(method_of(request, answer), layer),
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
         by_token=answer.by_token,

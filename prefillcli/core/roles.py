@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
     from prefillcli.rows.output.columns import Group
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.schema import OutputSchema
-    from prefillcli.rows.output.target import Manifest
 
 
 class JobPart:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from prefillcli.core.further import RowSelection
     from prefillcli.core.inputs import Inputs
     from prefillcli.engines.base import Answer
+    from prefillcli.followup.rationale import RationaleUse
     from prefillcli.prompts.labels import Labels
-    from prefillcli.report.run import RunReport
 
 # The sections of a prompt, and the prompt without each of them.
 
@@ -239,14 +239,14 @@ class Weighing(Further):
     measure: Measure = Measure.SHARES
     most = MOST_SECTIONS
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
-        return [question for each in row.parts or (row,) for question in self._of(each, limits)]
+    def requests(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
+        return [request for each in row.parts or (row,) for request in self._of(each, limits)]
 
     def _of(self, row: WantedRow, limits: Limits) -> Sequence[Request]:
         # The questions about one prompt.
-        weighed = self.weigh(row.question, row.scored, row.label if self.measure is Measure.CHOICES else 0)
+        weighed = self.weigh(row.request, row.scored, row.label if self.measure is Measure.CHOICES else 0)
         fitting = [
-            (place, question) for place, question in enumerate(weighed.questions) if question.size <= limits.max_tokens
+            (place, request) for place, request in enumerate(weighed.requests) if request.size <= limits.max_tokens
         ]
         waiting = {place for place, _ in fitting}
 
@@ -259,11 +259,11 @@ class Weighing(Further):
 
         if not fitting:
             row.scored.evidence = ()
-        return [replace(question, take=partial(take, place)) for place, question in fitting]
+        return [replace(request, take=partial(take, place)) for place, request in fitting]
 
-    def weigh(self, question: Request, scored: ScoredRow, label: int = 0) -> WeighedRow:
+    def weigh(self, request: Request, scored: ScoredRow, label: int = 0) -> WeighedRow:
         """Return the prompts to read for the evidence of a row that this request scored, on this label."""
-        return WeighedRow(self, question.prompt, scored, label)
+        return WeighedRow(self, request.prompt, scored, label)
 
     def score(self, numbers: Float64Array, label: int) -> float:
         """Return the score of a label."""
@@ -289,8 +289,8 @@ class Evidence(FollowUp):
 class WeighedRow:
     """A row, scored without each of its sections.
 
-    Each section has one of the `questions`: the prompt without it. If the row's own answer does not come from the
-    whole prompt and all layers, the last question is the whole prompt, so that like is compared with like. All are
+    Each section has one of the `requests`: the prompt without it. If the row's own answer does not come from the
+    whole prompt and all layers, the last request is the whole prompt, so that like is compared with like. All are
     read in full and to the last layer. There are none if the prompt has no sections.
     """
 
@@ -304,10 +304,10 @@ class WeighedRow:
         self._sections = [each.section for each in ablated]
         self._numbers: dict[int, Float64Array] = {} if whole is None else {len(ablated): whole}
         prompts = [each.prompt for each in ablated] + ([prompt] if ablated and whole is None else [])
-        self.questions = tuple(map(Request, prompts))
+        self.requests = tuple(map(Request, prompts))
 
     def take(self, place: int, answer: Answer) -> None:
-        """Take the answer to the question at this place among the `questions`."""
+        """Take the answer to the request at this place among the `requests`."""
         self._numbers[place] = answer.logprobs
 
     def effects(self) -> tuple[SectionEffect, ...]:
@@ -337,11 +337,8 @@ WHAT_EVIDENCE_IS = (
 )
 
 
-def section(report: RunReport) -> Section | None:
-    """Return the section on a run's evidence; None where nothing more was asked about rows."""
-    use = report.rationales
-    if use is None:
-        return None
+def section(use: RationaleUse) -> Section:
+    """Return the section on a run's evidence."""
     found = Section(title="Evidence", summary={"rationales": {"evidence_rows": use.evidence_rows}})
     found.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
     if use.evidence_rows:

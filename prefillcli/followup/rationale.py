@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -15,12 +15,14 @@ from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.errors import UsageError
+from prefillcli.followup import evidence
 from prefillcli.options.requirements import leaves_early
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 from prefillcli.rows.output.columns import Groups, added
 from prefillcli.rows.output.schema import OutputSchema
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.tallies import Counts
-    from prefillcli.rows.output.target import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,13 @@ class WritablePrompt:
     """A prompt that may get a text: how it is read, the source of its noise, and the text's beginning by predicted
     label."""
 
-    question: Request
+    request: Request
     key: str
     words: tuple[tuple[int, ...], ...]
 
     def beginning(self, label: int) -> Beginning:
         """Return the beginning of the text after the prompt when this label is its answer."""
-        return Beginning(self.question.tokens, self.words[label], self.key, self.question.positions)
+        return Beginning(self.request.tokens, self.words[label], self.key, self.request.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class ChosenByScores:
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         scored = {
-            answer.prompt: scored_row(self.candidates[answer.prompt].question, answer)
+            answer.prompt: scored_row(self.candidates[answer.prompt].request, answer)
             for answer in answers
             if answer.prompt in self.candidates
         }
@@ -84,7 +86,7 @@ class ChosenByScores:
 
     def of(self, prompts: Collection[int]) -> ChosenByScores:
         own = {prompt: each for prompt, each in self.candidates.items() if prompt in prompts}
-        return replace(self, candidates=own, window=self.window.only(each.question.prompt for each in own.values()))
+        return replace(self, candidates=own, window=self.window.only(each.request.prompt for each in own.values()))
 
 
 class Rationales(Further):
@@ -96,62 +98,62 @@ class Rationales(Further):
         self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
         self._id_column: str | None = inputs.settings.ids.id_column
 
-    def continuations(self, window: Window, questions: Mapping[int, Request]) -> ChosenByScores | None:
+    def continuations(self, window: Window, requests: Mapping[int, Request]) -> ChosenByScores | None:
         if self._choice.schema.questions[0].name:  # which are asked is known when all prompts of a row are answered
             return None
-        candidates = {number: self._writable(window, question) for number, question in questions.items()}
-        part = window.only((question.prompt for question in questions.values()), self._choice.columns)
+        candidates = {number: self._writable(window, request) for number, request in requests.items()}
+        part = window.only((request.prompt for request in requests.values()), self._choice.columns)
         return ChosenByScores(self._writing, self._choice, candidates, part)
 
     def scored(self, row: WantedRow, answer: Answer) -> None:
         if answer.continuation is not None:
-            self._take(row, row.question, answer.continuation)
+            self._take(row, row.request, answer.continuation)
 
     def lacks(self, row: ScoredRow) -> bool:
         return row.rationale is None
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
-        return [question for each in row.parts or (row,) for question in self._of(window, each, limits)]
+    def requests(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
+        return [request for each in row.parts or (row,) for request in self._of(window, each, limits)]
 
     def _of(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         # To write about a row, the model also reads the tokens of it that its own layers drop.
-        question = row.question if row.question.thinning is None else Request(row.question.prompt)
-        if limits.kept_size(question.size, 1) > limits.kept_tokens:
-            self._take(row, question, UNREAD)
+        request = row.request if row.request.thinning is None else Request(row.request.prompt)
+        if limits.kept_size(request.size, 1) > limits.kept_tokens:
+            self._take(row, request, UNREAD)
             return ()
 
         def take(answer: Answer | None) -> None:
-            self._take(row, question, FAILED if answer is None else answer.continuation or UNREAD)
+            self._take(row, request, FAILED if answer is None else answer.continuation or UNREAD)
 
-        beginning = self._writable(window, question).beginning(row.label)
+        beginning = self._writable(window, request).beginning(row.label)
         if not beginning.tokens:
-            self._take(row, question, FAILED)
+            self._take(row, request, FAILED)
             return ()
-        prompt = question.prompt
+        prompt = request.prompt
         if limits.switch:  # how it is read depends on the length with its text, not with its labels
             prompt = replace(prompt, labels=LabelSet.behind(beginning.tokens))
-        return [replace(question, prompt=prompt, text=(self._writing, beginning), take=take)]
+        return [replace(request, prompt=prompt, text=(self._writing, beginning), take=take)]
 
-    def _take(self, row: WantedRow, question: Request, written: Continuation) -> None:
+    def _take(self, row: WantedRow, request: Request, written: Continuation) -> None:
         # Give the row a text that was written after a question.
         text = None
         if written.finish_reason in ("stop", "length"):
-            words = self._words[question.prompt.part]
-            text = words.text(words.tokens(question.prompt.labels, row.label), written.tokens)
+            words = self._words[request.prompt.part]
+            text = words.text(words.tokens(request.prompt.labels, row.label), written.tokens)
         row.scored.rationale = Rationale(
             text=text,
             tokens=len(written.tokens),
             finish_reason=written.finish_reason,
             gap=written.gap,
-            source=FULL if question.kept is None else question.method,
+            source=FULL if request.kept is None else request.method,
         )
 
-    def _writable(self, window: Window, question: Request) -> WritablePrompt:
-        prompt = question.prompt
+    def _writable(self, window: Window, request: Request) -> WritablePrompt:
+        prompt = request.prompt
         own = self._words[prompt.part]
         words = tuple(own.tokens(prompt.labels, label) for label in range(len(prompt.labels)))
         key = self._key(window, prompt.row)
-        return WritablePrompt(question, f"{key}, {prompt.part}" if prompt.part else key, words)
+        return WritablePrompt(request, f"{key}, {prompt.part}" if prompt.part else key, words)
 
     def _key(self, window: Window, row: int) -> str:
         # A row's id, so that its text is the same wherever the row stands; else its number.
@@ -215,8 +217,11 @@ class WrittenRow(BaseModel):
     evidence: list[dict[str, Any]] | None = None  # of --evidence
 
 
-class RationaleUse(BaseModel):
+class RationaleUse(Finding):
     """Rows and tokens are those of the output; all else is of this run."""
+
+    key: ClassVar[str] = "rationales"
+    place: ClassVar[int] = 5
 
     rows: int = 0  # that are written about
     tokens: int = 0  # of their texts
@@ -237,6 +242,10 @@ class RationaleUse(BaseModel):
     passes_per_token: float | None = None  # steps of the model for one token of a row: 1 without speculation
     drafters: dict[str, DrafterUse] = Field(default_factory=dict)  # by level
     shown: list[WrittenRow] = Field(default_factory=list)  # with --show-text, the first ones
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the sections on evidence and on the texts."""
+        return [evidence.section(self), _section(self)]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -345,11 +354,7 @@ def rationale_facts(rationale: Rationale) -> str:
     return visible("; ".join(parts), line=True)
 
 
-def section(report: RunReport) -> Section | None:
-    """Return the section on a run's rationales; None where nothing more was asked about rows."""
-    use = report.rationales
-    if use is None:
-        return None
+def _section(use: RationaleUse) -> Section:
     names = ("rows", "tokens", "evidence_rows")
     section = Section(
         title="Rationales",
@@ -452,14 +457,15 @@ class RationaleFollowUp(FollowUp, Judge):
         if reached.sink is not None:
             use.take_plan(reached.sink.plan)
             use.take(reached.sink.counts)
-        report.rationales = use
+        report.add(use)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         counts = manifest.counts
         if counts is not None and (counts.tallies.rationales.rows or counts.tallies.evidence):
-            report.rationales = use = RationaleUse()
+            use = RationaleUse()
             use.take(counts)
+            report.add(use)
 
     def _texts(self, names: Sequence[str]) -> Mapping[str, str]:
         return rationale_texts(self.settings.rationales.rationale_template, names)

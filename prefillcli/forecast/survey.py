@@ -292,30 +292,30 @@ class Costs:
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Plan the prompts of a window."""
         self.windows += 1
-        fitting = self._questions(prompts, self._keep)
+        fitting = self._requests(prompts, self._keep)
         self.errors[ErrorCode.EXCEEDS_MEMORY] += len(prompts) - len(fitting)
         plan = plan_requests(fitting, self._limits, carried=self._carried, block_tokens=self._block_tokens)
         self._carried = plan.carried
         self._charge(self.plan, plan, fitting)
         self.unique_tokens += plan.unique_tokens
         for keep in self.keeps:
-            questions = self._questions(prompts, keep.keep)
-            keep.compressed_rows += sum(question.compressed for question in questions)
-            keep.kept_tokens += sum(question.most_kept for question in questions)
-            self._charge(keep, plan_requests(questions, self._limits, block_tokens=self._block_tokens), questions)
+            requests = self._requests(prompts, keep.keep)
+            keep.compressed_rows += sum(request.compressed for request in requests)
+            keep.kept_tokens += sum(request.most_kept for request in requests)
+            self._charge(keep, plan_requests(requests, self._limits, block_tokens=self._block_tokens), requests)
 
-    def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
+    def _requests(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
         # The requests for the prompts that fit in memory.
         foresight = self._foresight
-        found = list(map(Request, prompts)) if foresight is None else foresight.questions(prompts, keep)
-        return [question for question in found if question.size <= self._limits.max_tokens]
+        found = list(map(Request, prompts)) if foresight is None else foresight.requests(prompts, keep)
+        return [request for request in found if request.size <= self._limits.max_tokens]
 
-    def _charge(self, cost: Cost, plan: Plan, questions: Sequence[Request]) -> None:
+    def _charge(self, cost: Cost, plan: Plan, requests: Sequence[Request]) -> None:
         cost.packs += len(plan.packs)
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
-            whole = plan.with_labels(lambda prompt: questions[prompt].prompt.labels)
-            share = 1.0 if self._foresight is None else self._foresight.layers(questions)
+            whole = plan.with_labels(lambda prompt: requests[prompt].prompt.labels)
+            share = 1.0 if self._foresight is None else self._foresight.layers(requests)
             cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(whole)
             if (rate := self._settings.price.price_per_hour) is not None:
                 cost.price = cost.seconds / 3600 * rate

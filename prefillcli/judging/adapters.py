@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.models.adapters import adapter_paths
 from prefillcli.options.reading import AdapterOptions
+from prefillcli.report.finding import Finding
 from prefillcli.rows.output.columns import added
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Reached
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.tallies import Counts
-    from prefillcli.rows.output.target import Manifest
 
 
 class AdapterUse(BaseModel):
@@ -27,6 +28,12 @@ class AdapterUse(BaseModel):
     rows: int = 0
 
 
+class AdapterUses(Finding, RootModel[list[AdapterUse]]):
+    """The adapters of a job."""
+
+    key: ClassVar[str] = "adapters"
+
+
 class AdapterJudge(Judge):
     """Counts the rows of each adapter."""
 
@@ -35,11 +42,11 @@ class AdapterJudge(Judge):
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         opened = None if reached.inputs is None else reached.inputs.opened
-        report.adapters = list(_uses(adapter_paths(opened), reached.counts))
+        report.add(AdapterUses([*_uses(adapter_paths(opened), reached.counts)]))
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        report.adapters = list(_uses({}, manifest.counts))
+        report.add(AdapterUses([*_uses({}, manifest.counts)]))
 
 
 def _uses(paths: Mapping[str, str], counts: Counts | None) -> Iterable[AdapterUse]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError, model_validator
 
 from prefillcli.core.request import Request, Tick, answer_requests
 from prefillcli.core.roles import Judge
@@ -22,6 +22,7 @@ from prefillcli.judging.truth import Mistakes
 from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
 from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.columns import Probabilities, added
@@ -162,6 +163,18 @@ class CalibrationUse(_Frozen):
             return text
         shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
         return f"{text}; without content: {shares}"
+
+
+class CalibrationUses(Finding, RootModel[dict[str, CalibrationUse]]):
+    """The calibrations of a job, by question."""
+
+    key: ClassVar[str] = "calibrations"
+    place: ClassVar[int] = 8
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on the probabilities of a run."""
+        lines = [("probability", use.sentence(report.told_apart(name))) for name, use in self.root.items()]
+        return [Section(lines=lines)] if lines else []
 
 
 class Calibration(_Frozen):
@@ -608,10 +621,4 @@ class Calibrating(Judge):
         return {each.question: each.probabilities for each in self.calibrations}
 
     def reported(self, report: RunReport, reached: Reached) -> None:
-        report.calibrations = {each.question or ANSWER: each.use() for each in self.calibrations}
-
-
-def section(report: RunReport) -> Section | None:
-    """Return the section on the probabilities of a run; None where there are none."""
-    lines = [("probability", use.sentence(report.told_apart(name))) for name, use in report.calibrations.items()]
-    return Section(lines=lines) if lines else None
+        report.add(CalibrationUses({each.question or ANSWER: each.use() for each in self.calibrations}))

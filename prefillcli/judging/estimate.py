@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
 from prefillcli.options.settings import JobSettings
 from prefillcli.reading.exits.first import readings_of
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, percent, percent_interval, visible
 from prefillcli.rows.records import Prompt
 from prefillcli.runtime import log
@@ -239,8 +240,11 @@ class LabelShare(BaseModel):
         return ".".join(filter(None, (self.question, self.label)))
 
 
-class EstimateUse(BaseModel):
+class EstimateUse(Finding):
     """An estimate. Rows that cannot be scored are left out of the shares."""
+
+    key: ClassVar[str] = "estimate"
+    place: ClassVar[int] = 11
 
     rows: int  # of the input that can be scored; without a cheaper reading by the share among those that were read
     read_rows: int  # that the model has read in full
@@ -252,6 +256,10 @@ class EstimateUse(BaseModel):
     # What guesses are made of, those of some questions or all; None: there are none.
     guessed_by: Literal["hidden", "labels", "hidden, labels", "exits"] | None = None
     shares: list[LabelShare]
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the estimate in terminal, page, metrics and summary."""
+        return [_section(self)]
 
 
 def _asked(run: Run) -> Sequence[Labels]:
@@ -409,11 +417,7 @@ def _guesses(
 # The report of a run.
 
 
-def section(report: RunReport) -> Section | None:
-    """Return the estimate in terminal, page, metrics and summary; None where there is none."""
-    use = report.estimate
-    if use is None:
-        return None
+def _section(use: EstimateUse) -> Section:
     found = Section(title="Estimate", lines=[("estimate", _shares(use)), ("estimate, cost", _cost(use))])
     table = [["answer", "share", "95 % interval", "rows that were read alone", "weight of guesses"]]
     for each in use.shares:
@@ -493,4 +497,4 @@ class Estimating(Judge):
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         found = None if reached.sink is None else reached.sink.plan.get(PLAN)
-        report.estimate = None if found is None else EstimateUse.model_validate(found)
+        report.add(None if found is None else EstimateUse.model_validate(found))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.core.windows import find_prompts
@@ -24,6 +24,7 @@ from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.questions import Label
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import (
     Box,
     Part,
@@ -41,7 +42,7 @@ from prefillcli.rows.input.selection import BATCH_ROWS
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
-from prefillcli.rows.output.target import Target
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.values import id_texts, json_texts, to_python
 from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from prefillcli.stats.evaluation import (
@@ -65,8 +66,8 @@ if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs, OpenRows
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.schema import OutputSchema
-    from prefillcli.rows.output.target import Manifest
 
 
 # The evaluation of a run, as `run.json` holds it: the figures, the values of the truth column, and rows to look at.
@@ -118,6 +119,20 @@ class RunEvaluation(Evaluation):
     surest_wrong: list[EvaluatedRow] = Field(default_factory=list)  # the most probable predictions that are wrong
     near_threshold: list[EvaluatedRow] = Field(default_factory=list)  # the closest calls
     threshold: float | None = None  # the threshold that those are near; None with more than two labels
+
+
+class Evaluations(Finding, RootModel[dict[str, RunEvaluation]]):
+    """The evaluations of a job, by question."""
+
+    key: ClassVar[str] = "evaluations"
+    place: ClassVar[int] = 13
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return a section for each question."""
+        found = [_section_of(own, report.told_apart(name)) for name, own in self.root.items()]
+        if found:
+            found[0].summary = {"evaluations": {name: summary_of(own) for name, own in self.root.items()}}
+        return found
 
 
 MOST_ROWS = 20  # rows of each kind that are named
@@ -246,8 +261,8 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
 
     Raises UsageError if its truth column has values and none of them is a label.
     """
-    target = Target.parse(output)
-    pairs = read_scored_truth(target, plan)
+    destination = Destination.parse(output)
+    pairs = read_scored_truth(destination, plan)
     mistakes = plan.mistakes({value: rows for value, (_, rows) in pairs.found.values.items()}, pairs.found.left_out)
     if mistakes is not None and not len(pairs.truth) and not pairs.said.size:
         raise _no_label(plan, mistakes)
@@ -256,7 +271,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
     threshold = None if plan.values else _threshold(figures)
     wrong, near = ([], []) if plan.values else _named_rows(pairs, threshold)
-    names = row_names(target, pairs.places[[*wrong, *near]].tolist(), id_name)
+    names = row_names(destination, pairs.places[[*wrong, *near]].tolist(), id_name)
     if plan.numbers:
         figures = figures.model_copy(update={"ordered": evaluate_ordered(*pairs.said)})
     return RunEvaluation(
@@ -444,7 +459,7 @@ class ScoredTruth:
         return self.scores if self.scores.ndim == 2 else np.stack([self.scores, 1 - self.scores], axis=1)
 
 
-def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
+def read_scored_truth(destination: Destination, plan: EvaluationPlan) -> ScoredTruth:
     """Read the scores of an output and its right answers, in 24 bytes a row for two labels.
 
     Calibrated probabilities take 8 bytes more. Raises what pyarrow raises, or ValueError, if the output is damaged.
@@ -455,8 +470,8 @@ def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
     none, calibrated = np.empty((0, *width)), np.empty((0, *width)) if plan.own.calibrated else None
     numbers, logprobs = np.empty(0, np.int64), none if plan.choices else None
     pieces = [ScoredTruth(none, calibrated, numbers, numbers, 0, 0, counts, logprobs, np.empty((3, 0)))]
-    for table in target.tables(plan.columns):
-        pieces.append(_of_piece(table, rows, plan, counts, json_text=target.file_format.json_text))
+    for table in destination.tables(plan.columns):
+        pieces.append(_of_piece(table, rows, plan, counts, json_text=destination.file_format.json_text))
         rows += len(table)
     return ScoredTruth(
         scores=_joined([each.scores for each in pieces], 0.0),
@@ -547,15 +562,15 @@ def _chosen(
     return numbers, np.full(len(table), math.nan)
 
 
-def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
+def row_names(destination: Destination, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
     """Return the row number, or the id as text, of rows of an output by their places in it."""
     found: dict[int, int | str] = {}
     wanted, rows = np.array(sorted(set(places)), np.int64), 0
-    for table in target.tables([id_name or ROW_COLUMN]):
+    for table in destination.tables([id_name or ROW_COLUMN]):
         inside = wanted[(wanted >= rows) & (wanted < rows + len(table))]
         column = table[id_name or ROW_COLUMN].take(pa.array(inside - rows))  # a number is a text in JSON Lines
         values = (
-            id_texts(column, json_text=target.file_format.json_text)
+            id_texts(column, json_text=destination.file_format.json_text)
             if id_name
             else column.cast(pa.int64()).to_pylist()
         )
@@ -874,21 +889,15 @@ class Evaluating(Judge):
 
     def ended(self, run: Run) -> None:
         with run.clock.phase("evaluate"), run.stop.at_once():
+            evaluations = {}
             for number, plan in self._plans.items():
                 found = evaluate_output(run.sink.location, plan, self.settings.ids.id_column)
                 found = with_texts(found, run.inputs, number) if self.settings.evaluation.show_text else found
-                run.report.evaluations[plan.own.key] = found
+                evaluations[plan.own.key] = found
+            run.report.add(Evaluations(evaluations))
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        for content in manifest.plan.get(PLAN) or ():
-            if (plan := EvaluationPlan.of_json(content)) is not None:
-                report.evaluations[plan.own.key] = evaluate_output(output, plan, manifest.job.id_name)
-
-
-def sections(report: RunReport) -> list[Section]:
-    """Return the sections on the evaluation of a run, one for each question."""
-    found = [_section_of(own, report.told_apart(name)) for name, own in report.evaluations.items()]
-    if found:
-        found[0].summary = {"evaluations": {name: summary_of(own) for name, own in report.evaluations.items()}}
-    return found
+        plans = filter(None, map(EvaluationPlan.of_json, manifest.plan.get(PLAN) or ()))
+        found = {plan.own.key: evaluate_output(output, plan, manifest.job.id_name) for plan in plans}
+        report.add(Evaluations(found) if found else None)

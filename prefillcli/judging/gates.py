@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, RootModel, ValidationError
 
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
+from prefillcli.report.finding import Finding
 from prefillcli.report.run import RunReport
 from prefillcli.report.section import Section
 from prefillcli.runtime import log
@@ -30,11 +31,31 @@ class Gate(BaseModel):
     text: str
 
 
-class DriftUse(BaseModel):
+class GateUses(Finding, RootModel[list[Gate]]):
+    """The gates of a run."""
+
+    key: ClassVar[str] = "gates"
+    place: ClassVar[int] = 7
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on the gates."""
+        said = [("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in self.root]
+        found, drift = Section(lines=said), DriftUse.from_report(report)
+        if drift is not None and drift.distance is not None:
+            found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
+        passed: dict[str, float] = {gate.name: float(gate.passed) for gate in self.root}
+        if passed:
+            found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
+        return [found]
+
+
+class DriftUse(Finding):
     """The scores of an earlier run, with which those of this one are compared.
 
     The report of this run keeps them: should it fail, the next attempt compares with them, not with the failed scores.
     """
+
+    key: ClassVar[str] = "drift"
 
     report: str  # where that run's report was
     started: str
@@ -107,10 +128,9 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
     These are its own scores if it was complete and passed its gates, and else those that it was compared with.
     """
     scores = score_histogram(report.histograms.score.counts)
-    drift: Any = report.drift
-    before = None if drift is None else DriftUse.model_validate(drift)
-    gates = [Gate.model_validate(each) for each in report.gates]
-    if report.status != "complete" or not all(gate.passed for gate in gates) or not sum(scores):
+    before, gates = DriftUse.from_report(report), GateUses.from_report(report)
+    failed = gates is not None and not all(gate.passed for gate in gates.root)
+    if report.status != "complete" or failed or not sum(scores):
         return before
     return DriftUse(
         report=without_secrets(path),
@@ -130,9 +150,10 @@ def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
 
 def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
     """Yield the verdict of each gate on the rows of a whole output."""
-    drift: DriftUse | None = report.drift
+    drift = DriftUse.from_report(report)
     if drift is not None and drift.fingerprint == report.fingerprint and drift.before is not None:
-        drift = report.drift = drift.before  # the report that is replaced is of this very job
+        drift = drift.before  # the report that is replaced is of this very job
+        report.add(drift)
     rows, wanted = report.rows.total, options.row_range
     if wanted is not None:
         passed = rows >= wanted[0] and (wanted[1] is None or rows <= wanted[1])
@@ -186,22 +207,10 @@ class Gates:
     def begin(self, report: RunReport) -> None:
         """Begin a run, whose report knows the path where it will replace that of an earlier run."""
         if self.options.max_drift is not None:
-            report.drift = earlier_scores(self.options.drift_from, report.report)
+            report.add(earlier_scores(self.options.drift_from, report.report))
 
     def judge(self, report: RunReport) -> list[str]:
         """Return sentences on how a finished output differs from the expected one; any makes the exit code 3."""
-        report.gates = list(judge(self.options, report))
-        return [gate.text for gate in report.gates if not gate.passed]
-
-
-def section(report: RunReport) -> Section:
-    """Return the section on the gates of a run."""
-    gates: list[Gate] = report.gates
-    found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
-    drift: DriftUse | None = report.drift
-    if drift is not None and drift.distance is not None:
-        found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
-    passed: dict[str, float] = {gate.name: float(gate.passed) for gate in gates}
-    if passed:
-        found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
-    return found
+        found = GateUses([*judge(self.options, report)])
+        report.add(found)
+        return [gate.text for gate in found.root if not gate.passed]

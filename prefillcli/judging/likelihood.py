@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import counted
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section, three_digits
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Reached
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.tallies import Counts
-    from prefillcli.rows.output.target import Manifest
 
 
 class LikelihoodJudge(Judge):
     """The likelihoods in the report of a job."""
 
     def reported(self, report: RunReport, reached: Reached) -> None:
-        report.likelihood = use_of(reached.counts)
+        report.add(use_of(reached.counts))
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         if manifest.counts is not None and manifest.counts.tallies.likelihood.tokens:
-            report.likelihood = use_of(manifest.counts)
+            report.add(use_of(manifest.counts))
 
 
-class LikelihoodUse(BaseModel):
+class LikelihoodUse(Finding):
     """Sums over the scored rows, and the figures that follow from them."""
+
+    key: ClassVar[str] = "likelihood"
+    place: ClassVar[int] = 1
 
     logprob: float = 0.0  # of all targets together
     target_tokens: int = 0
@@ -42,6 +45,24 @@ class LikelihoodUse(BaseModel):
     word_perplexity: float | None = None  # exp(-logprob / target_words)
     byte_perplexity: float | None = None  # exp(-logprob / target_bytes)
     bits_per_byte: float | None = None  # -logprob / ln 2 / target_bytes
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on the figures."""
+        made = Section(title="Likelihood")
+        if self.perplexity is None or self.bits_per_byte is None or self.word_perplexity is None:
+            return [made]
+        made.lines = [
+            ("perplexity", f"{three_digits(self.perplexity)} a token, over {counted(self.target_tokens, 'token')}"),
+            ("word perplexity", f"{three_digits(self.word_perplexity)}, over {self.target_words:,} words"),
+            ("bits per byte", f"{self.bits_per_byte:.4f}, over {self.target_bytes:,} bytes"),
+            ("greedy", f"{self.greedy_rows:,} targets are what greedy decoding would write"),
+        ]
+        made.tiles = [("perplexity", three_digits(self.perplexity))]
+        made.metric("perplexity", "Perplexity per token over all targets.", self.perplexity)
+        made.metric("word_perplexity", "Perplexity per word over all targets.", self.word_perplexity)
+        made.metric("bits_per_byte", "Bits per byte over all targets.", self.bits_per_byte)
+        made.summary = {name: getattr(self, name) for name in ("perplexity", "word_perplexity", "bits_per_byte")}
+        return [made]
 
 
 def use_of(counts: Counts | None) -> LikelihoodUse:
@@ -66,25 +87,3 @@ def use_of(counts: Counts | None) -> LikelihoodUse:
 def _perplexity(logprob: float, count: int) -> float:
     # Beyond that a double has no such number.
     return math.exp(min(-logprob / count, 709.0))
-
-
-def section(report: RunReport) -> Section | None:
-    """Return the section on the figures; None where no likelihood was asked for."""
-    found: Any = report.likelihood
-    if found is None:
-        return None
-    made = Section(title="Likelihood")
-    if found.perplexity is None or found.bits_per_byte is None or found.word_perplexity is None:
-        return made
-    made.lines = [
-        ("perplexity", f"{three_digits(found.perplexity)} a token, over {counted(found.target_tokens, 'token')}"),
-        ("word perplexity", f"{three_digits(found.word_perplexity)}, over {found.target_words:,} words"),
-        ("bits per byte", f"{found.bits_per_byte:.4f}, over {found.target_bytes:,} bytes"),
-        ("greedy", f"{found.greedy_rows:,} targets are what greedy decoding would write"),
-    ]
-    made.tiles = [("perplexity", three_digits(found.perplexity))]
-    made.metric("perplexity", "Perplexity per token over all targets.", found.perplexity)
-    made.metric("word_perplexity", "Perplexity per word over all targets.", found.word_perplexity)
-    made.metric("bits_per_byte", "Bits per byte over all targets.", found.bits_per_byte)
-    made.summary = {name: getattr(found, name) for name in ("perplexity", "word_perplexity", "bits_per_byte")}
-    return made

@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, combinations_with_replacement
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from prefillcli.core.roles import Judge
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section, counted, percent_interval
 from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Target
 from prefillcli.stats.evaluation import correlation
 from prefillcli.stats.intervals import Estimate, share_estimate
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Reached, Run
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.target import Manifest
+    from prefillcli.rows.output.destination import Manifest
 
 
 class OrderUse(BaseModel):
@@ -33,13 +34,25 @@ class OrderUse(BaseModel):
     share: Estimate  # of these rows, with its exact 95 % interval
 
 
-def orders_of(counts: Counts | None) -> list[OrderUse] | None:
+class OrderUses(Finding, RootModel[list[OrderUse]]):
+    """The questions that are asked in both orders."""
+
+    key: ClassVar[str] = "orders"
+    place: ClassVar[int] = 2
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on these questions."""
+        return [_orders_section(self.root)]
+
+
+def orders_of(counts: Counts | None) -> OrderUses | None:
     """Return the questions that are asked in both orders, of an output with these counts; None: there are none."""
     found = {} if counts is None else counts.tallies.orders
-    return [
+    uses = [
         OrderUse(question=name, rows=own.rows, decided=own.decided, share=share_estimate(own.decided, own.rows))
         for name, own in found.items()
-    ] or None
+    ]
+    return OrderUses(uses) if uses else None
 
 
 def _orders_section(orders: list[OrderUse]) -> Section:
@@ -58,19 +71,26 @@ def _orders_section(orders: list[OrderUse]) -> Section:
     return made
 
 
-class Correlations(BaseModel):
+class Correlations(Finding):
     """The questions, and the correlations of each with all others, in the same order."""
+
+    key: ClassVar[str] = "correlations"
+    place: ClassVar[int] = 3
 
     questions: list[str]
     rows: list[list[int]]  # that have both scores
     spearman: list[list[float | None]]  # None where these are too few, or all the same
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section with the matrix."""
+        return [_correlation_section(self)]
 
 
 def correlations_of(output: str, questions: Sequence[AnswerColumns]) -> Correlations:
     """Return the correlations of a finished output with these questions. Raises what pyarrow raises, or ValueError, if
     it is damaged."""
     pieces = [np.empty((len(questions), 0))]
-    for table in Target.parse(output).tables([name for own in questions for name in own.told]):
+    for table in Destination.parse(output).tables([name for own in questions for name in own.told]):
         pieces.append(np.stack([own.shares_in(table)[:, 0] for own in questions]))
     scores = np.concatenate(pieces, axis=1)
     most = range(len(questions))
@@ -116,20 +136,14 @@ class QuestionJudge(Judge):
             _correlate(run.report, run.sink.location, self._asked)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
-        report.orders = orders_of(reached.counts)
+        report.add(orders_of(reached.counts))
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        report.orders = orders_of(manifest.counts)
+        report.add(orders_of(manifest.counts))
         _correlate(report, output, manifest.job.answers)
 
 
 def _correlate(report: RunReport, output: str, asked: Sequence[AnswerColumns]) -> None:
     if len(asked) > 1:
-        report.correlations = correlations_of(output, asked)
-
-
-def sections(report: RunReport) -> list[Section]:
-    """Return the sections on several questions; none where there is one."""
-    found = [_orders_section(report.orders)] if report.orders else []
-    return found if report.correlations is None else [*found, _correlation_section(report.correlations)]
+        report.add(correlations_of(output, asked))

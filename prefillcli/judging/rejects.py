@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+from pydantic import RootModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.report.finding import Finding
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import FILE_ENDINGS, format_of
 from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.destination import open_format
 from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store
-from prefillcli.rows.output.target import open_format
 from prefillcli.rows.records import is_error
 from prefillcli.stats.arrays import Int64Array
 
@@ -110,6 +112,12 @@ def is_rejects(path: str, start: bytes) -> bool:
     return names[:1] == (ROW_COLUMN,) and names[-2:] == _ERRORS and "computed_tokens" not in names
 
 
+class RejectsFile(Finding, RootModel[str]):
+    """The file with the error rows."""
+
+    key: ClassVar[str] = "rejects"
+
+
 class Rejects(Judge):
     """The error rows of a job, in a file beside the scores."""
 
@@ -123,4 +131,4 @@ class Rejects(Judge):
     def ended(self, run: Run) -> None:
         with run.clock.phase("write"), run.stop.at_once():
             write_rejects(self.path, run.inputs.source, run.sink)
-        run.report.rejects = self.path
+        run.report.add(RejectsFile(self.path))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,16 +20,17 @@ from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, is_blank, reason
 from prefillcli.options.groups import split_names
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.questions import Question
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN, added
+from prefillcli.rows.output.destination import Destination, open_format
 from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import open_store, read_sealed
-from prefillcli.rows.output.target import Target, open_format
 from prefillcli.rows.proof import hash_value
 from prefillcli.runtime import log
 from prefillcli.stats.acceptance import RISK, Acceptance
@@ -155,13 +156,25 @@ def _answers(own: AnswerColumns) -> Sequence[Value]:
     return (True, False) if own.type == "predicate" else own.labels
 
 
-class ReviewUse(BaseModel):
+class ReviewUse(Finding):
     """The rows with answers in doubt."""
+
+    key: ClassVar[str] = "review"
+    place: ClassVar[int] = 12
 
     rows: int
     questions: dict[str, int]  # of them, those in which the answer to each question is in doubt
     file: str | None  # that has them, with --review
     unanswered: int = 0  # rows with an error or left out, which a person should look at too
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on the answers in doubt."""
+        each = ", ".join(f"{count:,} {name}" for name, count in self.questions.items() if name != ANSWER)
+        none = f", and {counted(self.unanswered, 'row')} without an answer" if self.unanswered else ""
+        found = Section(first=True, tiles=[("to review", f"{self.rows + self.unanswered:,}")])
+        found.lines = [("to review", f"{counted(self.rows, 'row')}{f' ({each})' if each else ''}{none}")]
+        found.metric("review_rows", "Rows with an answer whose probability is below its floor.", float(self.rows))
+        return [found]
 
 
 class Reviewing(Judge):
@@ -222,9 +235,8 @@ class Reviewing(Judge):
             if path is not None:
                 folders = run.inputs.source.partition_keys if self.settings.files.partition else ()
                 write_review(path, run.sink, _reviewed(run.inputs.labels, run.inputs.schema), folders)
-        run.report.review = ReviewUse(
-            rows=rows, questions=dict(sorted(questions.items())), file=path, unanswered=unanswered
-        )
+        doubts = dict(sorted(questions.items()))
+        run.report.add(ReviewUse(rows=rows, questions=doubts, file=path, unanswered=unanswered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +311,7 @@ def write_review(path: str, sink: Sink, questions: Sequence[_Reviewed], folders:
             doubt = pc.fill_null(pc.greater(pc.list_value_length(table[COLUMN]), 0), False)
             yield table.filter(pc.or_(doubt, pc.is_valid(table["error"]))).select(names)
 
-    json_output = Target.parse(sink.location).file_format.json_text
+    json_output = Destination.parse(sink.location).file_format.json_text
     first = next(to_look_at(), None)
     kinds = {name: pa.string() if first is None else first.schema.field(name).type for name in carried}
     # From an output in JSON Lines, kept columns come as JSON texts.
@@ -361,16 +373,3 @@ def is_review(path: str, start: bytes) -> bool:
         return all(is_blank(answer) for batch in batches for name in filled for answer in batch.columns[name])
     except PrefillError:
         return False
-
-
-def section(report: RunReport) -> Section | None:
-    """Return the section on the answers in doubt; None where none is looked for."""
-    use: ReviewUse | None = report.review
-    if use is None:
-        return None
-    each = ", ".join(f"{count:,} {name}" for name, count in use.questions.items() if name != ANSWER)
-    none = f", and {counted(use.unanswered, 'row')} without an answer" if use.unanswered else ""
-    found = Section(first=True, tiles=[("to review", f"{use.rows + use.unanswered:,}")])
-    found.lines = [("to review", f"{counted(use.rows, 'row')}{f' ({each})' if each else ''}{none}")]
-    found.metric("review_rows", "Rows with an answer whose probability is below its floor.", float(use.rows))
-    return found

@@ -24,7 +24,7 @@ from prefillcli.report.section import visible
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
-from prefillcli.rows.output.target import Job
+from prefillcli.rows.output.destination import Job
 from prefillcli.runtime import log
 
 # Values as answers.

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
 from prefillcli.options.settings import JobSettings
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import reading, writing
 from prefillcli.rows.output.columns import DIGEST, ROW
+from prefillcli.rows.output.destination import Destination, Job, Manifest, Published
 from prefillcli.rows.output.parts import NAME, TYPE, DigestReader
 from prefillcli.rows.output.schema import OutputSchema
-from prefillcli.rows.output.target import Job, Manifest, Published, Target
 from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.stats.arrays import Int64Array
@@ -32,12 +32,21 @@ if TYPE_CHECKING:
     from prefillcli.report.run import RunReport
 
 
-class SinceUse(BaseModel):
+class SinceUse(Finding):
     """The rows that were taken over from an earlier output."""
+
+    key: ClassVar[str] = "since"
+    place: ClassVar[int] = 6
 
     output: str | None = None  # None where it is not known, as in a merge
     rows: int = 0  # scored rows of the output that were taken over, in all attempts
     reason: str | None = None  # why none could be taken over in this attempt
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on rows that were taken over."""
+        whence = "" if self.output is None else f" from {self.output}"
+        line = ("taken over", f"{counted(self.rows, 'row')}{whence}")
+        return [Section(lines=[line], summary={"since": {"rows": self.rows}})]
 
 
 NOT_COMPARED = "input"  # the part of a fingerprint that may differ: the contents of rows are compared row by row
@@ -47,7 +56,7 @@ NOT_COMPARED = "input"  # the part of a fingerprint that may differ: the content
 class FoundOutput:
     """A complete output with the digests of its rows."""
 
-    target: Target
+    destination: Destination
     published: Published
     digests: str  # SHA-256 of the file with the digests
     own: str | None = None  # the output that is to be written, as in `find_output`
@@ -56,7 +65,7 @@ class FoundOutput:
     @property
     def stands(self) -> bool:
         """True if nothing has replaced it since it was found."""
-        found = find_output(self.target.path, self.own)
+        found = find_output(self.destination.path, self.own)
         return isinstance(found, FoundOutput) and replace(found, remedy=self.remedy) == self
 
     def require_same_job(self, fingerprint: dict[str, str]) -> None:
@@ -66,7 +75,7 @@ class FoundOutput:
         different = [name for name in names if name != NOT_COMPARED and fingerprint.get(name) != theirs.get(name)]
         if different:
             raise OutputConflictError(
-                f"{self.target.path} was written by another job: different {', '.join(different)}\n"
+                f"{self.destination.path} was written by another job: different {', '.join(different)}\n"
                 f"its rows cannot be taken over: {self.remedy} to score all rows"
             )
 
@@ -77,28 +86,28 @@ def find_output(path: str, own: str | None = None, *, option: str = "--output") 
 
     `own` is the path of the output that is to be written: until its job is complete, an older output may be there.
     """
-    target = Target.parse(path, option=option)
-    if not target.exists():
+    destination = Destination.parse(path, option=option)
+    if not destination.exists():
         return "there is no such output"
     try:
-        manifest = Manifest.load(target.work)
+        manifest = Manifest.load(destination.work)
     except (DamagedFileError, OutputConflictError) as error:
-        return f"{target.work.location}/manifest.json: {str(error).splitlines()[0]}"
+        return f"{destination.work.location}/manifest.json: {str(error).splitlines()[0]}"
     if manifest is None:
         return (
-            f"its work folder {target.work.location}, which has the digests of its rows, is missing: "
+            f"its work folder {destination.work.location}, which has the digests of its rows, is missing: "
             "an output is moved or renamed together with its work folder"
         )
     if manifest.state != "complete":
         before = manifest.before
-        if before is None or own is None or Target.parse(own).path != target.path:
+        if before is None or own is None or Destination.parse(own).path != destination.path:
             return "its job is not complete"
-        published = target.stored(Job.of_json(before["job"]), before["files"])
-        found = FoundOutput(target, published, before["digests"], own)
-        return found if not target.damage(published) else "it is being replaced"
+        published = destination.stored(Job.of_json(before["job"]), before["files"])
+        found = FoundOutput(destination, published, before["digests"], own)
+        return found if not destination.damage(published) else "it is being replaced"
     if manifest.digests is None:
         return "its work folder was lost, and with it the digests of its rows"
-    return FoundOutput(target, target.stored(manifest.job, manifest.files), manifest.digests, own)
+    return FoundOutput(destination, destination.stored(manifest.job, manifest.files), manifest.digests, own)
 
 
 class EarlierOutput:
@@ -172,13 +181,13 @@ class EarlierOutput:
     def _copy(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         # Copy the rows that have a score and a digest; returns the first half of each digest [rows].
         found, keys = self._found, [np.empty(0, np.uint64)]
-        damage = found.target.damage(found.published)
+        damage = found.destination.damage(found.published)
         if damage:
             raise self._damaged(damage[0])
         schema = self._names.append(pa.field(DIGEST, TYPE))
         try:
-            with found.target.work.read(NAME) as digests, pa.ipc.new_file(self._file, schema) as copy:
-                reader = DigestReader(digests, found.target.work.location)
+            with found.destination.work.read(NAME) as digests, pa.ipc.new_file(self._file, schema) as copy:
+                reader = DigestReader(digests, found.destination.work.location)
                 for table in self._tables():
                     table = table.append_column(DIGEST, reader.next(len(table)))
                     table = table.filter(_usable(table))
@@ -195,13 +204,14 @@ class EarlierOutput:
     def _tables(self) -> Iterator[pa.Table]:
         # The result columns of the output, in the order in which it was written.
         found, names = self._found, self._names.names
-        with reading(found.target.path):
-            for table in found.target.tables(names, found.published.files):
+        with reading(found.destination.path):
+            for table in found.destination.tables(names, found.published.files):
                 yield table.select(names).cast(self._names)
 
     def _damaged(self, what: str) -> PrefillError:
         return OutputDamagedError(
-            f"{self._found.target.path}: {what}\nits rows cannot be taken over: {self._found.remedy} to score all rows"
+            f"{self._found.destination.path}: {what}\n"
+            f"its rows cannot be taken over: {self._found.remedy} to score all rows"
         )
 
 
@@ -242,7 +252,7 @@ def _retries(settings: JobSettings, output: str) -> bool:
     if settings.files.shard is not None or not (settings.files.resume or settings.earlier.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):
-        manifest = Manifest.load(Target.parse(output).work)
+        manifest = Manifest.load(Destination.parse(output).work)
         if manifest is not None:
             return manifest.retries or (settings.earlier.retry_errors and manifest.state == "complete")
     return False
@@ -258,7 +268,8 @@ class Earlier(Judge):
     def find(self, report: RunReport, output: str) -> None:
         """Find the output, once the job's fingerprint is in the report. Raises OutputConflictError for that of another
         job."""
-        self._found, report.since = find_earlier(self.settings, output, report.fingerprint)
+        self._found, use = find_earlier(self.settings, output, report.fingerprint)
+        report.add(use)
 
     def open(self, run: Run) -> EarlierOutput | None:
         """Return the rows of the output that was found; None if there is none. Close them. Raises as
@@ -278,18 +289,6 @@ class Earlier(Judge):
 
 
 def _count(report: RunReport, rows: int) -> None:
-    if report.since is None and rows:
-        report.since = SinceUse()  # of a merge, or of earlier attempts
-    if report.since is not None:
-        report.since.rows = rows
-
-
-def section(report: RunReport) -> Section | None:
-    """Return the section on rows that were taken over; None where there is nothing to report."""
-    use = report.since
-    if use is None:
-        return None
-    whence = "" if use.output is None else f" from {use.output}"
-    return Section(
-        lines=[("taken over", f"{counted(use.rows, 'row')}{whence}")], summary={"since": {"rows": use.rows}}
-    )
+    use = SinceUse.from_report(report) or (SinceUse() if rows else None)  # of a merge, or of earlier attempts
+    if use is not None:
+        report.add(use.model_copy(update={"rows": rows}))

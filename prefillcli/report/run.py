@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
@@ -26,6 +26,7 @@ from prefillcli.errors import (
     without_secrets,
 )
 from prefillcli.prompts.thinking import Way
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import (
     Bar,
     Cell,
@@ -59,9 +60,9 @@ from prefillcli.report.verdict import (
     verdict_of,
 )
 from prefillcli.rows.output import ANSWER
+from prefillcli.rows.output.destination import FORMAT
 from prefillcli.rows.output.store import put_text
 from prefillcli.rows.output.tallies import LENGTH_EDGES, SCORE_BINS, AnswerTally, Counts
-from prefillcli.rows.output.target import FORMAT
 from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
@@ -296,9 +297,9 @@ class CommandReport(BaseModel):
 
 
 class RunReport(BaseModel):
-    """The content of `run.json`. `sections_of` makes the sections of what the judges of a job found."""
+    """The content of `run.json`: the run's own facts, and beside them what the parts of its job have found."""
 
-    _sections_of: Any = PrivateAttr(None)
+    model_config = ConfigDict(extra="allow")
 
     schema_version: int = SCHEMA_VERSION
     run_id: str = ""
@@ -346,36 +347,21 @@ class RunReport(BaseModel):
     failed: list[FailedRow] = Field(default_factory=list)
     memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
 
-    # The findings of the parts of a job: `tests/reference.py` names the type of each.
-    likelihood: Any = None
-    orders: Any = None  # how often the order of two values decided, by question
-    correlations: Any = None  # between questions
-    rationales: Any = None
-    since: Any = None  # rows that were taken over from an earlier output
-    gates: list[Any] = Field(default_factory=list)
-    drift: Any = None
-    calibrations: dict[str, Any] = Field(default_factory=dict)  # by question
-    keep: float | None = None  # share of the tokens that compression keeps
-    keep_auto: Any = None
-    exits: Any = None
-    estimate: Any = None
-    evaluations: dict[str, Any] = Field(default_factory=dict)  # by question
-    rejects: str | None = None  # their file
-    review: Any = None  # the rows with answers in doubt
-    adapters: list[Any] = Field(default_factory=list)
+    @property
+    def findings(self) -> dict[str, Any]:
+        """What the parts of the job have found, by key: `Finding`, or what a file has in its stead."""
+        return self.__pydantic_extra__ or {}
 
-    @classmethod
-    def new(cls, sections_of: Callable[[RunReport], list[Section]] | None = None, **given: Any) -> RunReport:
-        """Return a report of a run that begins now; `sections_of` makes the sections on what the judges of its job
-        find."""
-        found = cls(**given)
-        found._sections_of = sections_of
-        return found
+    def add(self, finding: Finding | None) -> None:
+        """Take over what a part has found, instead of what it found before."""
+        if finding is not None:
+            setattr(self, finding.key, finding)
 
     def sections(self) -> list[Section]:
-        """Return the sections on what the judges of the job found."""
-        found: list[Section] = [] if self._sections_of is None else self._sections_of(self)
-        return found
+        """Return the sections on what the parts of the job have found."""
+        found = [each for each in self.findings.values() if isinstance(each, Finding)]
+        found.sort(key=lambda each: each.place)
+        return [section for each in found for section in each.sections(self)]
 
     @property
     def asks_questions(self) -> bool:
@@ -580,7 +566,7 @@ def run_html(report: RunReport) -> str:
 def run_sections(report: RunReport) -> Iterator[Section]:
     """Yield all sections about a run, in the order of its page, the prompts last. Those without a title are for
     terminal and metrics."""
-    found = report.sections()
+    found = [*report.sections(), *filter(None, [weights_section(report)])]
     yield _end(report)
     yield from (section for section in found if section.first)
     yield _rows(report)
@@ -690,8 +676,8 @@ def _distribution(own: QuestionAnswers) -> list[Bar]:
 def _doubt(report: RunReport, name: str) -> str:
     # The answers that a person should look at: below the floor, or close calls.
     own = report.answers[name]
-    if report.review is not None:
-        return f"{share(report.review.questions.get(name, 0), own.rows)}, below the floor"
+    if (review := report.findings.get("review")) is not None:
+        return f"{share(review.questions.get(name, 0), own.rows)}, below the floor"
     return f"{share(own.close, own.rows)}, at odds up to 3 to 1"
 
 

@@ -74,7 +74,8 @@ def share(count: int, rows: int) -> str:
 
 def evaluated(report: RunReport, question: str) -> Evaluation | None:
     """Return the evaluation of a question; None without right answers."""
-    found: Evaluation | None = report.evaluations.get(question)
+    evaluations = report.findings.get("evaluations")
+    found: Evaluation | None = None if evaluations is None else evaluations.root.get(question)
     return found if found is not None and found.rows else None
 
 
@@ -166,6 +167,7 @@ def _guesses(report: RunReport) -> _Finding | None:
 
 
 def _all_in_doubt(report: RunReport) -> _Finding | None:
-    if report.review is None or not report.rows.scored or report.review.rows < report.rows.scored:
+    review = report.findings.get("review")
+    if review is None or not report.rows.scored or review.rows < report.rows.scored:
         return None
     return _Finding("every row is to be reviewed", ["no row has all its answers at or above their floors"])

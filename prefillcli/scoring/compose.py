@@ -7,7 +7,7 @@ rows. The `judges` report the worth of the answers, and the `gates` whether they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ from prefillcli.asking.targets import TargetAsking
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Condition
 from prefillcli.core.roles import FollowUp, JobPart, Judge, Reading
-from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
-from prefillcli.judging import calibration, estimate, evaluation, gates, likelihood, questions, review
+from prefillcli.judging import gates
 from prefillcli.judging.adapters import AdapterJudge
 from prefillcli.judging.calibration import Calibrating
 from prefillcli.judging.estimate import Estimating
@@ -35,14 +34,9 @@ from prefillcli.judging.review import Reviewing
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.requirements import asks_more, compresses, leaves_early
 from prefillcli.options.settings import JobSettings
-from prefillcli.reading import earlier
-from prefillcli.reading.compress import compress
 from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.earlier import Earlier
-from prefillcli.reading.exits import report as exit_report
 from prefillcli.reading.exits.exits import Exits
-from prefillcli.report.run import RunReport, weights_section
-from prefillcli.report.section import Section
 from prefillcli.rows.output.columns import Group, Probabilities
 from prefillcli.rows.output.schema import OutputSchema
 
@@ -176,19 +170,8 @@ def _follow_ups(
     return ()
 
 
-def sections_of(report: RunReport) -> list[Section]:
-    """Return the sections of a report, in the order in which terminal and page show them."""
-    one: Sequence[Callable[[RunReport], Section | None]] = (
-        *(rationale.section, earlier.section, gates.section, calibration.section, compress.section),
-        *(exit_report.section, estimate.section, review.section),
-    )
-    found = [likelihood.section(report), *questions.sections(report), evidence.section(report)]
-    found += [section(report) for section in one]
-    found += [*evaluation.sections(report), weights_section(report)]
-    return [section for section in found if section is not None]
-
-
-# The judges whose figures are computed anew for an output merged from shards.
-MERGED: tuple[type[Judge], ...] = (
-    *(LikelihoodJudge, QuestionJudge, RationaleFollowUp, Earlier, Exits, Evaluating, AdapterJudge),
+# All judges: what they find is computed anew for an output merged from shards, where it can be.
+JUDGES: tuple[type[Judge], ...] = (
+    *(LikelihoodJudge, QuestionJudge, RationaleFollowUp, Earlier, Calibrating, Compress, Exits, Estimating),
+    *(Evaluating, Rejects, Reviewing, AdapterJudge),
 )

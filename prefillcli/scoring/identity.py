@@ -18,7 +18,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import changed
 from prefillcli.options.settings import JobSettings
-from prefillcli.rows.output.target import MEASURE, Job
+from prefillcli.rows.output.destination import MEASURE, Job
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.opening import local_models

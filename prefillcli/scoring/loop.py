@@ -69,7 +69,7 @@ class Finished:
 class PlannedWork(Protocol):
     """Questions that are planned and answered together."""
 
-    questions: list[Request]
+    requests: list[Request]
     plan: Plan
 
     @property
@@ -110,7 +110,7 @@ class WindowWork:
     def __init__(
         self,
         window: Window,
-        questions: list[Request],
+        requests: list[Request],
         audited: Sequence[int],
         done: set[int],
         exits: Exits | None,
@@ -120,11 +120,11 @@ class WindowWork:
         next_tokens: int = 0,
         failed: Mapping[PromptKey, RowError] = {},
     ) -> None:
-        self.ordinary = len(questions)
-        compressed = [number for number in audited if questions[number].compressed]
-        self.questions = questions + [Request(questions[number].prompt) for number in compressed]
-        self.audited = {questions[number].prompt.key for number in compressed}
-        second = range(self.ordinary, len(self.questions))
+        self.ordinary = len(requests)
+        compressed = [number for number in audited if requests[number].compressed]
+        self.requests = requests + [Request(requests[number].prompt) for number in compressed]
+        self.audited = {requests[number].prompt.key for number in compressed}
+        second = range(self.ordinary, len(self.requests))
         self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
         """The questions that no exit may end."""
         self.done = set(done)
@@ -142,8 +142,8 @@ class WindowWork:
         self._numbers = 0  # blocks of packs, after which later plans begin
         self._by_row: dict[int, dict[int, Request]] = {}
         """The questions about each row, in the order of its prompts."""
-        self._remember(questions)
-        self._asked = Counter(question.prompt.row for question in questions)
+        self._remember(requests)
+        self._asked = Counter(request.prompt.row for request in requests)
         """Prompts of each row."""
         self._failed = {
             (prompt.row, part): why
@@ -159,13 +159,13 @@ class WindowWork:
 
     @property
     def done_prompts(self) -> list[int]:
-        return [number for number, each in enumerate(self.questions) if each.prompt.row in self.done]
+        return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
 
     def treatment(self, pack: Pack) -> Treatment:
-        thinning = thinning_of({prompt: self.questions[prompt] for prompt in pack.prompts})
+        thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
         leaving = None
         if self._exits is not None:
-            leaving = self._exits.treatment({number: self.questions[number] for number in pack.prompts}, self.in_full)
+            leaving = self._exits.treatment({number: self.requests[number] for number in pack.prompts}, self.in_full)
         treatment = replace(leaving or PLAIN, thinning=thinning, next_tokens=self.next_tokens)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
@@ -184,24 +184,24 @@ class WindowWork:
         for answer in answers:
             finished.tokens.computed += answer.computed_tokens
             finished.tokens.skipped += answer.skipped
-            question = self.questions[answer.prompt]
-            row = question.prompt.row
+            request = self.requests[answer.prompt]
+            row = request.prompt.row
             if row in self.done:
                 continue  # computed again only for the K,V that a later pack holds
-            key = question.prompt.key
+            key = request.prompt.key
             if answer.prompt >= self.ordinary:
                 finished.tokens.audit += answer.computed_tokens
                 self.audits[key] = answer.logprobs
             else:
-                finished.tokens.prompt += len(question.prompt.tokens)
-                finished.tokens.kept += kept_tokens(question, answer)
+                finished.tokens.prompt += len(request.prompt.tokens)
+                finished.tokens.kept += kept_tokens(request, answer)
                 finished.tokens.shared += answer.shared_tokens
-                self.scored[key] = scored_row(question, answer, audited=answer.prompt in self.in_full)
+                self.scored[key] = scored_row(request, answer, audited=answer.prompt in self.in_full)
                 texts[row] = answer
             if key in self.scored and (key in self.audits or key not in self.audited):
                 scored = self.scored.pop(key)
                 scored.audit = self.audits.pop(key, scored.audit)
-                complete += self._whole(scored, question.prompt.part)
+                complete += self._whole(scored, request.prompt.part)
         finished.rows += self.settle(complete, texts)
         return finished
 
@@ -221,7 +221,7 @@ class WindowWork:
     def fail(self, prompt: int, error: RowError) -> Finished:
         """Return what a prompt that cannot be answered finishes: its row becomes an error row, unless only its audit
         fails, or the prompt is conditional and counts as not asked."""
-        own = self.questions[prompt].prompt
+        own = self.requests[prompt].prompt
         row, key, error = own.row, own.key, error.of_question(own.question)
         if row in self.done:
             return Finished()
@@ -240,7 +240,7 @@ class WindowWork:
 
     def share(self, pack: Pack) -> tuple[float, float]:
         ordinary = [i for i in pack.prompts if i < self.ordinary]
-        prompts = [self.questions[i].prompt for i in ordinary]
+        prompts = [self.requests[i].prompt for i in ordinary]
         tokens = sum(len(prompt.tokens) for prompt in prompts)
         return self.rows_of(prompts) / len(pack.tokens), tokens / len(pack.tokens)
 
@@ -253,7 +253,7 @@ class WindowWork:
         further = self.further
         if further is None or not rows:
             return list(rows)
-        prompts = (question.prompt for scored in rows for question in self._by_row[scored.row].values())
+        prompts = (request.prompt for scored in rows for request in self._by_row[scored.row].values())
         part = self.window.only(prompts, further.choice.columns)
         labels = further.choice.wanted(part, rows)
         finished = []
@@ -275,22 +275,22 @@ class WindowWork:
                 finished.append(scored)
         return finished
 
-    def settle_known(self, questions: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
+    def settle_known(self, requests: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
         """Do as `settle` does, for rows that were scored before, and their questions."""
-        self._remember(questions)
+        self._remember(requests)
         return self.settle(rows, {})
 
     def settle_ahead(self, decided: Sequence[tuple[Request, ScoredRow]]) -> list[ScoredRow]:
         """Do as `settle` does, for questions that were decided before the model. The rows of some have others, which
         the model answers."""
-        self._remember([question for question, _ in decided])
-        self._asked.update(question.prompt.row for question, _ in decided)
-        complete = [row for question, own in decided for row in self._whole(own, question.prompt.part)]
+        self._remember([request for request, _ in decided])
+        self._asked.update(request.prompt.row for request, _ in decided)
+        complete = [row for request, own in decided for row in self._whole(own, request.prompt.part)]
         return self.settle(complete, {})
 
-    def _remember(self, questions: Sequence[Request]) -> None:
-        for question in questions:
-            self._by_row.setdefault(question.prompt.row, {})[question.prompt.part] = question
+    def _remember(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._by_row.setdefault(request.prompt.row, {})[request.prompt.part] = request
 
     def past_limit(self) -> list[WantedRow]:
         """Take out the wanted rows past the job's limit; the others wait in the order of the input. To be called when
@@ -319,9 +319,9 @@ class WindowWork:
         if self.further is None or self.limited:
             return None
         able = {
-            number: self.questions[number]
+            number: self.requests[number]
             for number in pack.prompts
-            if number < self.ordinary and self.questions[number].prompt.row not in self.done
+            if number < self.ordinary and self.requests[number].prompt.row not in self.done
         }
         found = (each.continuations(self.window, able) for each in self.further.askers if able)
         return next(filter(None, found), None)
@@ -349,30 +349,30 @@ class FollowUpWork:
         self.plan = Plan([], 0)
         self._next_tokens = next_tokens
         self.finished: list[ScoredRow] = []
-        self.questions: list[Request] = []
+        self.requests: list[Request] = []
         self._rows: list[ScoredRow] = []
         """The row of each question."""
         self._open: Counter[int] = Counter()
         """Questions without an answer, by row."""
         for each in wanted:
             askers = [asker for asker in further.askers if asker.lacks(each.scored)]
-            found = [question for asker in askers for question in asker.questions(window, each, limits)]
-            self.questions += found
+            found = [request for asker in askers for request in asker.requests(window, each, limits)]
+            self.requests += found
             self._rows += [each.scored] * len(found)
             self._open[each.scored.row] = len(found)
             if not found:
                 self.finished.append(each.scored)
             tick()
-        if self.questions:
-            writes = any(each.text for each in self.questions)
-            self.plan = plan_requests(self.questions, limits.for_texts() if writes else limits)
+        if self.requests:
+            writes = any(each.text for each in self.requests)
+            self.plan = plan_requests(self.requests, limits.for_texts() if writes else limits)
 
     @property
     def done_prompts(self) -> list[int]:
         return []
 
     def treatment(self, pack: Pack) -> Treatment:
-        texts = {prompt: text for prompt in pack.prompts if (text := self.questions[prompt].text) is not None}
+        texts = {prompt: text for prompt in pack.prompts if (text := self.requests[prompt].text) is not None}
         if not texts:
             return replace(PLAIN, next_tokens=self._next_tokens)
         writing = next(iter(texts.values()))[0]
@@ -392,9 +392,9 @@ class FollowUpWork:
     def fail(self, prompt: int, error: RowError) -> Finished:
         """Return what a question that cannot be answered finishes: the row keeps its score without the answer, unless
         it needs one."""
-        if not self.questions[prompt].required:
+        if not self.requests[prompt].required:
             return Finished(rows=self._answered(prompt, None))
-        row, error = self._rows[prompt].row, error.of_question(self.questions[prompt].prompt.question)
+        row, error = self._rows[prompt].row, error.of_question(self.requests[prompt].prompt.question)
         return Finished(errors={row: error}) if self._open.pop(row, 0) > 0 else Finished()
 
     def share(self, pack: Pack) -> tuple[float, float]:
@@ -402,7 +402,7 @@ class FollowUpWork:
 
     def _answered(self, prompt: int, answer: Answer | None) -> list[ScoredRow]:
         row = self._rows[prompt]
-        if (take := self.questions[prompt].take) is not None:
+        if (take := self.requests[prompt].take) is not None:
             take(answer)
         self._open[row.row] -= 1
         return [] if self._open[row.row] else [row]
@@ -437,11 +437,11 @@ class ScoringOptions:
 
     `audit` chooses the compressed prompts that are also read in full; with `exits` it chooses among all prompts.
     `further` are the questions about rows that are scored. `adjust_threads` is called often while something is
-    computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `questions` is `ModelScorer.requests`.
+    computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `requests` are those of `ModelScorer`.
     """
 
     block_tokens: int = 0
-    questions: Callable[..., tuple[list[Request], int]] | None = None
+    requests: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
     exits: Exits | None = None
     further: FurtherQuestions | None = None
@@ -485,25 +485,25 @@ def begin_window(
     read both ways is finished when both are answered. The window's own error rows are not repeated. `rows_open` is the
     number of unwritten rows of earlier windows; `next_tokens` as for `WindowWork`.
     """
-    questions, finished = _questions(window, done, options, listener)
+    requests, finished = _requests(window, done, options, listener)
     known = {} if options.exits is None else options.exits.known
-    found_before = [each for each in questions if each.prompt.row in known.keys() - done]
-    questions = [question for question in questions if question.prompt.row not in known]
-    questions, too_large, failed = _fitting(questions, engine.limits.max_tokens)
+    found_before = [each for each in requests if each.prompt.row in known.keys() - done]
+    requests = [request for request in requests if request.prompt.row not in known]
+    requests, too_large, failed = _fitting(requests, engine.limits.max_tokens)
     if not engine.whole_packs:
-        questions = [question for question in questions if question.prompt.row not in done]
+        requests = [request for request in requests if request.prompt.row not in done]
     further, waiting = options.further, 0
     for asker in further.askers if further is not None else ():
-        later = asker.later(window, questions)
-        prompts = (questions[number].prompt for number in later)
+        later = asker.later(window, requests)
+        prompts = (requests[number].prompt for number in later)
         waiting += sum(len(prompt.tokens) for prompt in prompts if prompt.row not in done)
-        questions = [question for number, question in enumerate(questions) if number not in later]
-    audited = _audited(window, questions, engine, options)
-    questions, audited, ahead = _ahead(questions, audited, options, listener, finished)
+        requests = [request for number, request in enumerate(requests) if number not in later]
+    audited = _audited(window, requests, engine, options)
+    requests, audited, ahead = _ahead(requests, audited, options, listener, finished)
     limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
     work = WindowWork(
         window,
-        questions,
+        requests,
         audited,
         done,
         options.exits,
@@ -522,14 +522,14 @@ def begin_window(
         finished.tokens.prompt += waiting
         listener.step(None, 0, waiting, 0)
     with listener.phase("plan"):
-        work.plan = plan_requests(work.questions, engine.limits, carried=carried, block_tokens=options.block_tokens)
+        work.plan = plan_requests(work.requests, engine.limits, carried=carried, block_tokens=options.block_tokens)
     finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
     finished.carried = work.plan.carried
     return work, finished
 
 
 def _ahead(
-    questions: list[Request],
+    requests: list[Request],
     audited: list[int],
     options: ScoringOptions,
     listener: Listener,
@@ -539,17 +539,17 @@ def _ahead(
     first models answer without it. An audited one is left to the model too: its answer so far is for the
     comparison."""
     if options.exits is None:
-        return questions, audited, []
+        return requests, audited, []
     with listener.phase("draft"):
-        found, tokens = options.exits.ahead(questions, lambda tokens: listener.step(None, 0, 0, 0))
+        found, tokens = options.exits.ahead(requests, lambda tokens: listener.step(None, 0, 0, 0))
     finished.tokens.draft += tokens
     if not found:
-        return questions, audited, []
+        return requests, audited, []
     both = found.keys() & set(audited)
-    left = [number for number in range(len(questions)) if number not in found or number in both]
+    left = [number for number in range(len(requests)) if number not in found or number in both]
     place = {number: at for at, number in enumerate(left)}
-    asked = [replace(questions[number], early=_early(found[number]) if number in both else None) for number in left]
-    known = [(questions[number], own) for number, own in sorted(found.items()) if number not in both]
+    asked = [replace(requests[number], early=_early(found[number]) if number in both else None) for number in left]
+    known = [(requests[number], own) for number, own in sorted(found.items()) if number not in both]
     return asked, [place[number] for number in audited], known
 
 
@@ -565,48 +565,48 @@ def _add_ahead(
     listener: Listener,
 ) -> None:
     """Add the questions that first models answer without the model."""
-    new = [(question, row) for question, row in ahead if row.row not in done]
-    tokens = sum(len(question.prompt.tokens) for question, _ in new)
+    new = [(request, row) for request, row in ahead if row.row not in done]
+    tokens = sum(len(request.prompt.tokens) for request, _ in new)
     finished.rows += work.settle_ahead(new)
     finished.tokens.prompt += tokens
-    listener.step(None, work.rows_of([question.prompt for question, _ in new]), tokens, 0)
+    listener.step(None, work.rows_of([request.prompt for request, _ in new]), tokens, 0)
 
 
 def _add_known(
-    finished: Finished, work: WindowWork, questions: Sequence[Request], known: Mapping[int, ScoredRow]
+    finished: Finished, work: WindowWork, requests: Sequence[Request], known: Mapping[int, ScoredRow]
 ) -> None:
     """Add the rows of questions that were answered before the first window."""
-    rows = [known[row] for row in dict.fromkeys(each.prompt.row for each in questions)]
-    finished.rows += work.settle_known(questions, rows)
-    finished.tokens.prompt += sum(len(each.prompt.tokens) for each in questions)
-    finished.tokens.kept += sum(len(each.tokens) for each in questions)
+    rows = [known[row] for row in dict.fromkeys(each.prompt.row for each in requests)]
+    finished.rows += work.settle_known(requests, rows)
+    finished.tokens.prompt += sum(len(each.prompt.tokens) for each in requests)
+    finished.tokens.kept += sum(len(each.tokens) for each in requests)
     finished.tokens.shared += sum(row.shared_tokens for row in rows)
 
 
-def _questions(
+def _requests(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
 ) -> tuple[list[Request], Finished]:
     """Return how the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
-    if options.questions is None:
+    if options.requests is None:
         return [Request(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
-        questions, tokens = options.questions(
+        requests, tokens = options.requests(
             window.prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
         )
-    return questions, Finished(tokens=Tokens(draft=tokens))
+    return requests, Finished(tokens=Tokens(draft=tokens))
 
 
 def _fitting(
-    questions: Sequence[Request], most: int
+    requests: Sequence[Request], most: int
 ) -> tuple[list[Request], dict[int, RowError], dict[PromptKey, RowError]]:
     """Return the questions of at most `most` tokens, which fit the memory budget. The others' rows are error rows;
     conditional ones of them count as failed."""
     fitting, errors, failed = [], dict[int, RowError](), dict[PromptKey, RowError]()
-    for question in questions:
-        tokens, prompt = question.size, question.prompt
+    for request in requests:
+        tokens, prompt = request.size, request.prompt
         if tokens <= most:
-            fitting.append(question)
+            fitting.append(request)
             continue
         detail = f"{tokens} tokens; the memory budget holds {most}"
         error = RowError(ErrorCode.EXCEEDS_MEMORY, detail).of_question(prompt.question)
@@ -617,7 +617,7 @@ def _fitting(
     return [each for each in fitting if each.prompt.row not in errors], errors, failed
 
 
-def _audited(window: Window, questions: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
+def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
     """Return the numbers of the questions whose prompts are also read in full, or to the end where others may
     leave."""
     if options.audit is None:
@@ -625,16 +625,16 @@ def _audited(window: Window, questions: Sequence[Request], engine: PlanEngine, o
     most = engine.limits.max_tokens
     able = [
         number
-        for number, question in enumerate(questions)
-        if (question.compressed or options.exits is not None) and Request(question.prompt).size <= most
+        for number, request in enumerate(requests)
+        if (request.compressed or options.exits is not None) and Request(request.prompt).size <= most
     ]
-    drawn = {questions[number].prompt.row for number in options.audit.draw(window, _firsts(questions, able))}
-    return [number for number in able if questions[number].prompt.row in drawn]
+    drawn = {requests[number].prompt.row for number in options.audit.draw(window, _firsts(requests, able))}
+    return [number for number in able if requests[number].prompt.row in drawn]
 
 
-def _firsts(questions: Sequence[Request], numbers: Sequence[int]) -> list[int]:
+def _firsts(requests: Sequence[Request], numbers: Sequence[int]) -> list[int]:
     """Return the first of these questions about each row."""
-    return list({questions[number].prompt.row: number for number in reversed(numbers)}.values())[::-1]
+    return list({requests[number].prompt.row: number for number in reversed(numbers)}.values())[::-1]
 
 
 # The loop.
@@ -876,7 +876,7 @@ class LocalPool:
     def pump(self, seconds: float, phase: Callable[..., AbstractContextManager[None]]) -> None:
         """Answer the next pack, however long that takes."""
         pack, asked = self._packs.popleft()
-        questions = asked.work.questions
+        requests = asked.work.requests
 
         def tick(tokens: float) -> None:
             asked.advanced(pack, tokens)
@@ -886,9 +886,7 @@ class LocalPool:
         asked.begun(pack)
         # Tokens of a block are counted here, whether or not they are charged to a row of another pack.
         beside = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
-        answers = iter(
-            self.engine.answer(pack, lambda i: questions[i].prompt.labels, tick, asked.work.treatment(pack))
-        )
+        answers = iter(self.engine.answer(pack, lambda i: requests[i].prompt.labels, tick, asked.work.treatment(pack)))
         try:
             while True:
                 with phase("model", waits=self.engine.waits):

@@ -38,8 +38,8 @@ from prefillcli.rows.filesystems import (
 )
 from prefillcli.rows.input.discovery import CODECS, KINDS, discover, would_find
 from prefillcli.rows.output import FILE_ENDINGS, Shard
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.shards import shards_beside
-from prefillcli.rows.output.target import Target
 from prefillcli.rows.proof import ModelContents, is_model_file
 
 # The files that a run writes beside the scores, and the marks of an earlier run's files, which may be replaced.
@@ -330,13 +330,13 @@ def _rows(name: str, given: str) -> Iterator[PathUse]:
 def _scores(name: str, given: str) -> Iterator[PathUse]:
     called = f"{_flag(name)} {given}"
     try:
-        target = answered(lambda: Target.parse(given)) if is_url(given) else Target.parse(given)
+        destination = answered(lambda: Destination.parse(given)) if is_url(given) else Destination.parse(given)
     except TimeoutError as error:
         raise PrefillError(f"{called}: {error}\ncheck the URL and the network") from None
     except PrefillError:
         return  # the reader will report the error
-    yield PathUse(name, called, given, Place.of(target.path), uses=_uses(target), holds=_holds(target))
-    yield PathUse(name, f"the work folder of {called}", given, Place.of(target.path + WORK_ENDING))
+    yield PathUse(name, called, given, Place.of(destination.path), uses=_uses(destination), holds=_holds(destination))
+    yield PathUse(name, f"the work folder of {called}", given, Place.of(destination.path + WORK_ENDING))
 
 
 def _model(name: str, given: str) -> Iterator[PathUse]:
@@ -374,11 +374,11 @@ def output_of(settings: JobSettings | MergeSettings) -> str:
 def _output(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[PathUse]:
     """Yield the scores and their work folder, and those of the shards that a merge removes."""
     output, merges = output_of(settings), isinstance(settings, MergeSettings)
-    target, called = Target.parse(output, _shard_of(settings)), f"--output {output}"
-    place = Place.of(target.path)
-    yield PathUse(name, called, output, place, True, uses=_uses(target), holds=_holds(target), output=True)
-    shards = shards_beside(target) if merges else []
-    folders = [target.work, *(each.work for each in shards)]
+    destination, called = Destination.parse(output, _shard_of(settings)), f"--output {output}"
+    place = Place.of(destination.path)
+    yield PathUse(name, called, output, place, True, uses=_uses(destination), holds=_holds(destination), output=True)
+    shards = shards_beside(destination) if merges else []
+    folders = [destination.work, *(each.work for each in shards)]
     for location in dict.fromkeys(folder.location for folder in folders):
         yield PathUse(name, f"the work folder {location} of {called}", location, Place.of(location), True)
 
@@ -408,12 +408,12 @@ def _side(name: str, path: str, side: str, called: str) -> PathUse:
     return PathUse(name, f"{called} {path}", named, Place.of(named), True, side)
 
 
-def _uses(target: Target) -> Callable[[str], bool]:
-    return target.is_ours if target.directory else lambda inner: True
+def _uses(destination: Destination) -> Callable[[str], bool]:
+    return destination.is_ours if destination.directory else lambda inner: True
 
 
-def _holds(target: Target) -> str:
-    return _FIRST_PART if target.directory else ""
+def _holds(destination: Destination) -> str:
+    return _FIRST_PART if destination.directory else ""
 
 
 def _flag(name: str) -> str:
@@ -428,7 +428,7 @@ def refuse_unlike_partitions(settings: JobSettings, keys: Sequence[str]) -> None
     if not keys:
         raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
     output = output_of(settings)
-    if not Target.parse(output).directory:
+    if not Destination.parse(output).directory:
         raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
     for option, column in (("--id-column", settings.ids.id_column), ("--truth", settings.truth.truth)):
         if column in keys:

@@ -29,7 +29,7 @@ from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step
 from prefillcli.runtime.signals import Stop
-from prefillcli.scoring.compose import Parts, sections_of
+from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.dry_run import dry_run_job
 from prefillcli.scoring.identity import LocalModels, fingerprint, is_same, output_job
 from prefillcli.scoring.opening import open_inputs, open_rows
@@ -54,8 +54,7 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
 
 def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> dict[str, Any]:
     clock = Clock()
-    report = RunReport.new(
-        sections_of,
+    report = RunReport(
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.to_json()),

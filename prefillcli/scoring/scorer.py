@@ -95,7 +95,7 @@ def score(
     audit = inputs.settings.flips.audit
     options = ScoringOptions(
         block_tokens=0 if rewritten else block_tokens,
-        questions=scorer.requests if rewritten else None,
+        requests=scorer.requests if rewritten else None,
         audit=AuditDraw(audit, inputs.source.selection(), inputs.source.count()) if audit else None,
         exits=parts.exits,
         further=further,

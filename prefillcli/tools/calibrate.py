@@ -28,8 +28,8 @@ from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import ANSWER
 from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
+from prefillcli.rows.output.destination import Destination, Job, Manifest
 from prefillcli.rows.output.store import write_sealed
-from prefillcli.rows.output.target import Job, Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import Ended, shell
@@ -199,10 +199,10 @@ def number_of(value: Any) -> float:
 def job_of(path: str) -> Job | None:
     """Return the job that wrote an output; None where that is not known."""
     with suppress(PrefillError, OSError, ValueError):
-        target = Target.parse(path)
-        if (published := target.published()) is not None:
+        destination = Destination.parse(path)
+        if (published := destination.published()) is not None:
             return published.job
-        if (manifest := Manifest.load(target.work)) is not None:
+        if (manifest := Manifest.load(destination.work)) is not None:
             return manifest.job
     return None
 

@@ -134,11 +134,11 @@ def _inspect(
         read = ReadPrompt.whole(prompt)
         if (draft := loaded.beside.get("draft")) is not None:
             read = inspected(compressor_of(settings, opened, draft), prompts, shared, number, tick)
-        question = read.question
+        request = read.request
         if read.in_full is not None:
             log.warning(f"row {found.row} is read in full: {read.in_full}")
-        summary.method, summary.kept_tokens = question.method, len(question.tokens)
-        answers = _answers(inputs, loaded, question, summary, tick)
+        summary.method, summary.kept_tokens = request.method, len(request.tokens)
+        answers = _answers(inputs, loaded, request, summary, tick)
         views = [
             None if own is None else AnswerView.of(names, prompt.labels, own.logprobs, settings.answers.temperature)
             for own in answers
@@ -147,7 +147,7 @@ def _inspect(
         shown = compressed or full  # as a job reads the row
         if shown is None:
             raise ValueError("the prompt was not read")
-        scored = scored_row(question, shown)
+        scored = scored_row(request, shown)
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
         sections, whole = [], scored
@@ -159,7 +159,7 @@ def _inspect(
         if further is not None:
             labels_of_row = further.choice.wanted(window, [whole]).get(found.row, {})
             if part in labels_of_row:
-                row = WantedRow(question, scored, labels_of_row[part])
+                row = WantedRow(request, scored, labels_of_row[part])
                 sections += _further(parts, further, loaded.engine, window, row, names, tick)
     for view, own in zip(views, answers, strict=True):
         if view is not None and own is not None and not view.is_finite:
@@ -183,7 +183,7 @@ def _inspect(
         full=views[0],
         compressed=views[1],
         settings=_shown(settings, inputs),
-        method=question.method,
+        method=request.method,
         voters=tuple(number + 1 for number in read.voters),
         draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
         margins=margin_curve(shown.readings, shown.logprobs, names, None if policy is None else policy.inside),
@@ -194,16 +194,16 @@ def _inspect(
 
 
 def _answers(
-    inputs: Inputs, loaded: Models[Any], question: Request, summary: Summary, tick: Tick
+    inputs: Inputs, loaded: Models[Any], request: Request, summary: Summary, tick: Tick
 ) -> tuple[Answer | None, Answer | None]:
     # The answers to the prompt in full, if that fits, and compressed, if it is, with readings of every layer but the
     # last. Raises PrefillError.
     most = loaded.engine.limits.max_tokens
-    wanted = [Request(question.prompt)] + ([question] if question.kept is not None else [])
+    wanted = [Request(request.prompt)] + ([request] if request.kept is not None else [])
     able = [each for each in wanted if each.size <= most]
     if not able:
-        detail = f"{question.size} tokens; the memory budget holds {most}"
-        raise no_score(question.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
+        detail = f"{request.size} tokens; the memory budget holds {most}"
+        raise no_score(request.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
     layers = inputs.opened.files.config.get_text_config().num_hidden_layers
@@ -227,7 +227,7 @@ def _further(
     follow = FollowUpWork(window, [row], further, engine.limits)
     for pack in follow.plan.packs:
         for answers in engine.answer(
-            pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
+            pack, lambda number: follow.requests[number].prompt.labels, tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
     return list(filter(None, (each.shown(row, names) for each in parts.follow_ups)))

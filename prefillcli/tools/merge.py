@@ -11,13 +11,13 @@ from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
+from prefillcli.rows.output.destination import Destination, Manifest
 from prefillcli.rows.output.shards import JoinedShards
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, step
 from prefillcli.runtime.signals import Stop
-from prefillcli.scoring.compose import MERGED, sections_of
+from prefillcli.scoring.compose import JUDGES
 from prefillcli.scoring.path_table import report_path, require_apart
 from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
 
@@ -34,8 +34,7 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
 
 def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     clock = Clock()
-    report = RunReport.new(
-        sections_of,
+    report = RunReport(
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.to_json()),
@@ -72,7 +71,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
     gates = Gates(settings.gates)
     gates.begin(report)
-    with JoinedShards(Target.parse(settings.files.output)) as joined:
+    with JoinedShards(Destination.parse(settings.files.output)) as joined:
         with clock.phase("read"), stop.at_once():
             joined.open(overwrite=settings.files.overwrite)
         if joined.merged is not None:
@@ -83,7 +82,7 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
         report.take(counts)
         report.take_audits(counts)
         with clock.phase("evaluate"), stop.at_once():
-            for judge in MERGED:
+            for judge in JUDGES:
                 judge.merged(report, settings.files.output, replace(manifest, counts=counts))
     failed = gates.judge(report)
     rate, skip = settings.files.max_error_rate, settings.files.skip_empty

@@ -10,10 +10,10 @@ from typing import Any
 
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError, counted
 from prefillcli.rows.output import Shard, parts
+from prefillcli.rows.output.destination import Destination, Manifest
 from prefillcli.rows.output.shards import shards_beside
 from prefillcli.rows.output.store import Beat
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, duration, rows_of
 
@@ -49,11 +49,11 @@ def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
     """
     status = Status(output)
     try:
-        target = Target.parse(output, option="OUTPUT")
-        shards = [_of_shard(target, folder.shard) for folder in shards_beside(target)]
+        destination = Destination.parse(output, option="OUTPUT")
+        shards = [_of_shard(destination, folder.shard) for folder in shards_beside(destination)]
         status.shards = [{"shard": str(shard), **_shown(each)} for shard, each in shards]
         try:
-            _find_out(target, status)
+            _find_out(destination, status)
         except UsageError:
             if not shards:
                 raise
@@ -66,10 +66,10 @@ def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
     return {name: value for name, value in vars(status).items() if name != "error" or value is not None}
 
 
-def _of_shard(target: Target, shard: Shard) -> tuple[Shard, Status]:
+def _of_shard(destination: Destination, shard: Shard) -> tuple[Shard, Status]:
     # The state of a shard beside an output.
     status = Status(f"shard {shard}")
-    _find_out(Target(target.path, target.format, shard), status)
+    _find_out(Destination(destination.path, destination.format, shard), status)
     return shard, status
 
 
@@ -97,8 +97,8 @@ def _add_up(shards: Sequence[Status], count: int, status: Status) -> None:
     status.updated = max((each.updated for each in shards if each.updated is not None), default=None)
 
 
-def _find_out(target: Target, status: Status) -> None:
-    work = target.work
+def _find_out(destination: Destination, status: Status) -> None:
+    work = destination.work
     try:
         manifest = Manifest.load(work)
     except DamagedFileError:
@@ -108,22 +108,26 @@ def _find_out(target: Target, status: Status) -> None:
     running = beat is not None and beat.alive() if held is None else held
     if running:
         status.status = "running"
-        _take_saved(_in_parts(target), status)
-    elif manifest is not None and manifest.state == "complete" and (target.shard is not None or target.exists()):
+        _take_saved(_in_parts(destination), status)
+    elif (
+        manifest is not None
+        and manifest.state == "complete"
+        and (destination.shard is not None or destination.exists())
+    ):
         status.status, status.updated = "complete", manifest.updated
         if manifest.counts is not None:
             _take_saved(manifest.counts, status)
         status.rows["done"] = status.rows["total"] = status.rows["saved"]
         return
-    elif begun or beat is not None or target.shard is not None:
+    elif begun or beat is not None or destination.shard is not None:
         status.status = "stopped"
-        _take_saved(_in_parts(target), status)
+        _take_saved(_in_parts(destination), status)
         status.rows["done"] = status.rows["saved"]
-    elif target.published() is not None:
+    elif destination.published() is not None:
         status.status = "complete"
         return
     else:
-        raise UsageError(f"no run of prefill is known for {target.path}: there is no {work.location}")
+        raise UsageError(f"no run of prefill is known for {destination.path}: there is no {work.location}")
     if beat is not None and (beat.alive() or not running):  # else it is an earlier attempt's
         _take(beat, status)
 
@@ -143,10 +147,10 @@ def _take_saved(counts: Counts, status: Status) -> None:
     status.rows |= {"saved": counts.total, "errors": counts.errors, "empty": counts.empty}
 
 
-def _in_parts(target: Target) -> Counts:
+def _in_parts(destination: Destination) -> Counts:
     # The rows that `--resume` need not score again, damaged parts left out.
     counts = Counts()
-    for _, part in parts.read_parts(target.work, filter(parts.is_part, target.work.names()), []):
+    for _, part in parts.read_parts(destination.work, filter(parts.is_part, destination.work.names()), []):
         with suppress(DamagedFileError):  # a running job removes its parts when it ends
             counts.add(part.result()[0].counts)
     return counts

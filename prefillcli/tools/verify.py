@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError, counted
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.destination import MEASURE, CsvFormat, Destination, Job, Manifest, Published, rows_of_input
 from prefillcli.rows.output.schema import typed_column
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import MEASURE, CsvFormat, Job, Manifest, Published, Target, rows_of_input
 from prefillcli.rows.records import ErrorCode
 from prefillcli.rows.values import as_json, plain_texts, to_python
 from prefillcli.runtime import log
@@ -38,11 +38,11 @@ _UNREAD = object()  # instead of the id of a row that was not read
 class Verification:
     """Collects the `problems` of an output, and changes nothing."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, destination: Destination) -> None:
         self.problems: list[str] = []
         # The counts of the output, as far as it can be read; `errors` includes the rows that were left out.
         self.rows = {"total": 0, "scored": 0, "errors": 0}
-        self._target = target
+        self._destination = destination
         self._manifest = self._find_manifest()
         self._published = self._find_published()
 
@@ -51,7 +51,7 @@ class Verification:
         published = self._published
         if published is None:
             return
-        self.problems += self._target.damage(published)
+        self.problems += self._destination.damage(published)
         if self.problems:  # a damaged output is not read further
             return
         ids = self._rows_checked(published)
@@ -68,25 +68,25 @@ class Verification:
 
     def _find_manifest(self) -> Manifest | None:
         try:
-            return Manifest.load(self._target.work)
+            return Manifest.load(self._destination.work)
         except DamagedFileError as error:
-            self.problems.append(f"{self._target.work.location}/manifest.json is damaged: {error}")
+            self.problems.append(f"{self._destination.work.location}/manifest.json is damaged: {error}")
         except OutputConflictError as error:
             self.problems.append(str(error).splitlines()[0])
         return None
 
     def _find_published(self) -> Published | None:
-        target, manifest = self._target, self._manifest
-        if not target.exists():
-            self.problems.append(f"{target.path}: there is no output")
+        destination, manifest = self._destination, self._manifest
+        if not destination.exists():
+            self.problems.append(f"{destination.path}: there is no output")
         elif manifest is not None and manifest.state == "complete":
-            return target.stored(manifest.job, manifest.files)
+            return destination.stored(manifest.job, manifest.files)
         elif manifest is not None:
-            self.problems.append(f"{target.path}: its job is not complete; `prefill status` shows how far it is")
+            self.problems.append(f"{destination.path}: its job is not complete; `prefill status` shows how far it is")
         else:
-            published = target.published()
+            published = destination.published()
             if published is None:
-                self.problems.append(f"{target.path}: nothing proves it: it has no work folder and no seal")
+                self.problems.append(f"{destination.path}: nothing proves it: it has no work folder and no seal")
             return published
         return None
 
@@ -103,10 +103,10 @@ class Verification:
 
     def _batches(self, published: Published) -> Iterator[Batch]:
         # The output, as far as it can be read.
-        job, form = published.job, self._target.file_format
+        job, form = published.job, self._destination.file_format
         id_name = job.id_name or ROW_COLUMN
         for name in published.files:
-            with self._target.store.read(name) as file:
+            with self._destination.store.read(name) as file:
                 try:
                     if form.sealed and Job.of_json(form.job_of(file)).digest != job.digest:
                         self._add(f"{name} is of another job")
@@ -152,9 +152,9 @@ class Verification:
 
     def _input_ids(self, job: Job, source: Source) -> Iterator[list[Any]]:
         # The ids or row numbers of the input as the output should have them.
-        kind, form = None, self._target.file_format
+        kind, form = None, self._destination.file_format
         if not form.json_text and job.id_name is not None and self._published is not None:
-            with self._target.store.read(next(iter(self._published.files))) as file:
+            with self._destination.store.read(next(iter(self._published.files))) as file:
                 kind = form.column_type(file, job.id_name)
         for batch in source.batches():
             if job.id_name is None:
@@ -191,7 +191,7 @@ class Verification:
             self._add(f"the ids of the input are not of the output's type: {error}")
 
     def _add(self, problem: str) -> None:
-        text = f"{self._target.path}: {problem}"
+        text = f"{self._destination.path}: {problem}"
         if text not in self.problems and len(self.problems) < _MOST:
             self.problems.append(text)
 
@@ -231,7 +231,7 @@ def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) 
     """
     verified = Verified("complete", 0, output=output, inputs=list(inputs))
     with shell(verified, debug=False) as stop, stop.at_once():
-        verification = Verification(Target.parse(output, option="OUTPUT"))
+        verification = Verification(Destination.parse(output, option="OUTPUT"))
         verification.run(inputs)
         verified.rows, verified.problems = verification.rows, verification.problems
     if verified.status != "complete":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import OutputBusyError
-from prefillcli.rows.output.target import SUCCESS, Target
+from prefillcli.rows.output.destination import SUCCESS, Destination
 from prefillcli.tools.verify import Verification
 from tests.faults.file_faults import Kind
 from tests.faults.nursery import Nursery, Outcome
@@ -27,7 +27,7 @@ def rows_shown(output: str) -> list[dict[str, Any]] | None:
 
 def proven(output: str) -> bool:
     """Whether `prefill verify` finds nothing wrong."""
-    verification = Verification(Target.parse(output))
+    verification = Verification(Destination.parse(output))
     verification.run()
     return not verification.problems
 
@@ -67,7 +67,7 @@ class OutputChecks:
         """Of a process that hangs: nothing is shown in part, and none gets in beside it."""
         self.absent_or_whole(folder)
         output = f"{folder}/{self.name}"
-        if Target.parse(output).work.in_use():
+        if Destination.parse(output).work.in_use():
             with pytest.raises(OutputBusyError):
                 open_sink(output, fingerprint=FINGERPRINT | {"model": "another"}, overwrite=True)
         elif self.makes_output:

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.rows import filesystems
-from prefillcli.rows.output.target import SUCCESS
+from prefillcli.rows.output.destination import SUCCESS
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery, Outcome
 from tests.faults.output_checks import proven

@@ -86,7 +86,8 @@ def run_schema() -> Draft202012Validator:
     """The schema of `run.json`, but no key may be unknown: a later version may add some. Only phases are free."""
     schema = json.loads((Path(__file__).parents[2] / "schema" / "run.schema.json").read_text())
     for name, each in (schema["$defs"] | {"run.json": schema}).items():
-        each["additionalProperties"] = name == "Seconds"
+        if "properties" in each:  # not a mapping
+            each["additionalProperties"] = name == "Seconds"
     return Draft202012Validator(schema)
 
 

@@ -36,10 +36,10 @@ def night(model: Path, name: str, prompts: list[str], **flags: Any) -> dict[str,
 )
 def test_a_number_of_rows_is_in_a_range_or_not(wanted: str, passed: bool) -> None:
     settings = load_settings(MergeSettings, {"output": "o.parquet", "expect_rows": wanted}, environment={})
-    report = RunReport.new(rows=Rows(total=ROWS, scored=55, errors=5))
+    report = RunReport(rows=Rows(total=ROWS, scored=55, errors=5))
     gates = Gates(settings.gates)
     assert bool(gates.judge(report)) is not bool(passed)
-    (gate,) = report.gates
+    (gate,) = report.findings["gates"].root
     assert (gate.name, gate.value, gate.passed) == ("expect_rows", ROWS, passed)
 
 

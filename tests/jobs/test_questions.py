@@ -181,8 +181,8 @@ def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
 
 def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
     class Asker(Further):
-        def questions(self, window: Window, row: WantedRow, limits: Limits) -> list[Request]:
-            return [Request(row.question.prompt, take=lambda answer: None, required=True) for _ in range(3)]
+        def requests(self, window: Window, row: WantedRow, limits: Limits) -> list[Request]:
+            return [Request(row.request.prompt, take=lambda answer: None, required=True) for _ in range(3)]
 
     labels = LabelSet.of([[5], [7]])
     rows = [

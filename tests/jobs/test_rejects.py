@@ -88,7 +88,7 @@ def test_a_job_that_is_complete_writes_its_rejects_when_it_is_asked_again(
 
     path = write_input("parquet")
     with monkeypatch.context() as patch:
-        patch.setattr("prefillcli.rows.output.target.JsonlFormat.write", full)
+        patch.setattr("prefillcli.rows.output.destination.JsonlFormat.write", full)
         assert score(path, "out.parquet", rejects="bad.jsonl", **flags(model))["exit_code"] == 5
     assert Path("out.parquet").exists()
     assert not list(Path().glob("*bad.jsonl*"))

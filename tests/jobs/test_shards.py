@@ -16,9 +16,9 @@ import pytest
 
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.shards import shards_beside
 from prefillcli.rows.output.store import LOCK, open_store
-from prefillcli.rows.output.target import Target
 from prefillcli.tools.merge import merge_job
 from prefillcli.tools.status import status_job
 from prefillcli.tools.verify import verify_job
@@ -189,7 +189,7 @@ def test_objects_of_a_store_are_merged(model: Path, whole: list[dict[str, Any]])
     assert merge(output, report="run.json")["exit_code"] == 0
     with open_store("memory://shards").read("out.parquet") as file:
         assert_same(pq.read_table(pa.BufferReader(file.read())).to_pylist(), whole)
-    assert shards_beside(Target.parse(output)) == []
+    assert shards_beside(Destination.parse(output)) == []
     assert merge(output, report="run.json")["exit_code"] == 0
 
 

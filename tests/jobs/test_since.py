@@ -12,9 +12,9 @@ import pytest
 
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted
+from prefillcli.rows.output.destination import Manifest, with_checksum
 from prefillcli.rows.output.parts import DigestReader, RowDigests
 from prefillcli.rows.output.store import open_store
-from prefillcli.rows.output.target import Manifest, with_checksum
 from prefillcli.rows.records import Prompt
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import (

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
+from prefillcli.rows.output.destination import write_parquet as write_sealed
 from prefillcli.rows.output.store import Heartbeat, open_store
-from prefillcli.rows.output.target import write_parquet as write_sealed
 from prefillcli.runtime.clock import Pace
 from prefillcli.tools.status import status_job
 from prefillcli.tools.verify import verify_job

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import RootModel
 
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.errors import UsageError, counted
 from prefillcli.options.option import COMPRESSION, changed, details_of
 from prefillcli.options.settings import JobSettings
-from prefillcli.reading.compress.compressor import WindowCompressor, compressor_of
+from prefillcli.reading.compress.compressor import KeepChoice, WindowCompressor, compressor_of
 from prefillcli.reading.compress.load import RemoteDraft
 from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
 from prefillcli.reading.compress.settings import compression_of, keep_rate
+from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section
 from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
@@ -32,6 +35,34 @@ HASHED = (
     *("keep", "paper", "lookahead", "query_window", "query_reduce", "pool", "select_chunk", "compress_above"),
     *("keep_first", "keep_last", "keep_private", "compress_per_row", "max_flips", "audit", "truth"),
 )
+
+
+class KeepTrials(Finding, RootModel[KeepChoice]):
+    """The keep rates that `--keep auto` has tried, and the chosen one."""
+
+    key: ClassVar[str] = "keep_auto"
+
+
+class KeepRate(Finding, RootModel[float]):
+    """The share of the tokens that compression keeps."""
+
+    key: ClassVar[str] = "keep"
+    place: ClassVar[int] = 9
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the section on compression."""
+        keep, auto, tokens = self.root, KeepTrials.from_report(report), report.tokens
+        found = Section(title="Compression", parts=[Part(note=f"Chosen by --keep auto: {keep:g}.")] if auto else [])
+        if tokens.prompt:
+            kept = f"{counted(tokens.kept, 'token')} kept ({tokens.kept / tokens.prompt:.1%}, keep rate {keep:g})"
+            found.lines.append(("compression", f"{kept}, {tokens.draft:,} computed by the draft"))
+        if auto is not None and auto.root.trials:
+            table = [["tried rate", "rows", "flips", "at most (95 %)"]] + [
+                [f"{each.keep:g}", f"{each.rows:,}", f"{each.flips:,}", f"{100 * each.bound:.2f} %"]
+                for each in auto.root.trials
+            ]
+            found.parts.append(Part(title="Keep rates that were tried", table=table))
+        return [found]
 
 
 class Compress(Reading, Judge):
@@ -94,26 +125,9 @@ class Compress(Reading, Judge):
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         if reached.sink is not None:
-            report.keep = keep_rate(self.settings.compression, reached.sink.plan)
-            report.keep_auto = reached.sink.plan.get("keep_auto")
-
-
-def section(report: RunReport) -> Section | None:
-    """Return the section on compression; None where nothing was compressed."""
-    keep, auto, tokens = report.keep, report.keep_auto, report.tokens
-    if keep is None:
-        return None
-    found = Section(title="Compression", parts=[Part(note=f"Chosen by --keep auto: {keep:g}.")] if auto else [])
-    if tokens.prompt:
-        kept = f"{counted(tokens.kept, 'token')} kept ({tokens.kept / tokens.prompt:.1%}, keep rate {keep:g})"
-        found.lines.append(("compression", f"{kept}, {tokens.draft:,} computed by the draft"))
-    if trials := (auto or {}).get("trials"):
-        table = [["tried rate", "rows", "flips", "at most (95 %)"]] + [
-            [f"{each['keep']:g}", f"{each['rows']:,}", f"{each['flips']:,}", f"{100 * each['bound']:.2f} %"]
-            for each in trials
-        ]
-        found.parts.append(Part(title="Keep rates that were tried", table=table))
-    return found
+            plan = reached.sink.plan
+            report.add(KeepRate(keep_rate(self.settings.compression, plan)))
+            report.add(KeepTrials.model_validate(plan["keep_auto"]) if "keep_auto" in plan else None)
 
 
 def failure(counts: Counts) -> str | None:

@@ -208,16 +208,16 @@ class Compressor:
     ) -> list[Request]:
         """Return how the target reads each prompt."""
         kept = self.picker.select(prompts, estimates, keeps, self.settings)
-        questions = []
+        requests = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):
             if isinstance(own, Thinning):
-                questions.append(Request(prompt, method=self.picker.method, thinning=own))
+                requests.append(Request(prompt, method=self.picker.method, thinning=own))
             elif own is not None and len(own) < len(prompt.tokens):
-                questions.append(Request(prompt, own, self.picker.method, found.seconds))
+                requests.append(Request(prompt, own, self.picker.method, found.seconds))
             else:
                 method = FULL if found.reason is None else FALLBACK + found.reason
-                questions.append(Request(prompt, None, method, found.seconds))
-        return questions
+                requests.append(Request(prompt, None, method, found.seconds))
+        return requests
 
     def why_no_rate(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int) -> str:
         """Return why the method `keeps` gives prompt `number` no keep rate."""
@@ -241,12 +241,12 @@ class Compressor:
         )
 
 
-def why_in_full(question: Request) -> str | None:
+def why_in_full(request: Request) -> str | None:
     """Return why a prompt that has a keep rate is read in full after all; None if it is compressed."""
-    if question.compressed:
+    if request.compressed:
         return None
-    if is_fallback(question.method):
-        return f"{question.method}: {FALLBACKS[question.method.removeprefix(FALLBACK)].meaning}"
+    if is_fallback(request.method):
+        return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)].meaning}"
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
 
 
@@ -342,15 +342,15 @@ def choose_keep(
     if len(chosen) < needed:
         return KeepChoice(1.0, (), needed)
 
-    def likeliest(questions: Sequence[Request]) -> list[int]:
+    def likeliest(requests: Sequence[Request]) -> list[int]:
         # Prompts may have different labels.
-        return [int(each.logprobs.argmax()) for each in answer_requests(engine, questions, tick)]
+        return [int(each.logprobs.argmax()) for each in answer_requests(engine, requests, tick)]
 
     full = dict(zip(chosen, likeliest([Request(prompts[number]) for number in chosen]), strict=True))
     for keep in RATES:
-        questions = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
-        tried = [number for number in chosen if questions[number].compressed]
-        found = likeliest([questions[number] for number in tried]) if tried else []
+        requests = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
+        tried = [number for number in chosen if requests[number].compressed]
+        found = likeliest([requests[number] for number in tried]) if tried else []
         flips = sum(label != full[number] for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if len(tried) < needed:
@@ -391,29 +391,29 @@ class WindowCompressor:
         if self._chooses:
             self._choose(window, wanted, estimates, tick)
         keeps = compressor.keeps(prompts)
-        questions = compressor.select(prompts, keeps, estimates)
-        if questions and compressor.keep < 1 and not self._warned:
-            self._warned = self._warn_of_little(questions, keeps)
-        self._methods.update(question.method for question in questions if question.prompt.row not in done)
-        return questions
+        requests = compressor.select(prompts, keeps, estimates)
+        if requests and compressor.keep < 1 and not self._warned:
+            self._warned = self._warn_of_little(requests, keeps)
+        self._methods.update(request.method for request in requests if request.prompt.row not in done)
+        return requests
 
-    def _warn_of_little(self, questions: Sequence[Request], keeps: Sequence[float | None]) -> bool:
+    def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
         # If the model reads nearly all tokens of a window in spite of its keep rate, explain why on stderr.
         read, whole = (
-            sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in questions), strict=True)
+            sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in requests), strict=True)
         )
         if read <= ALMOST_ALL * whole:
             return False
-        compressor, prompts = self.compressor, [each.prompt for each in questions]
-        number = max(range(len(questions)), key=lambda at: questions[at].most_kept)
-        full = sum(not each.compressed for each in questions)
+        compressor, prompts = self.compressor, [each.prompt for each in requests]
+        number = max(range(len(requests)), key=lambda at: requests[at].most_kept)
+        full = sum(not each.compressed for each in requests)
         if keeps[number] is None:
             why = compressor.why_no_rate(prompts, keeps, number)
         else:
-            why = why_in_full(questions[number]) or "its first and last tokens, which are always kept, are most of it"
+            why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
         log.warning(
             f"--keep {self.compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
-            f"{len(questions):,} rows, {full:,} of them are read in full; row "
+            f"{len(requests):,} rows, {full:,} of them are read in full; row "
             f"{prompts[number].row}, for one: {why}"
         )
         return True
@@ -502,7 +502,7 @@ class KeptTokens:
             fits = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
             self._reach = min(opened.draft.max_length - compression.decoded, fits)
 
-    def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
+    def requests(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
         rates = keep_rates(prompts, rate, self._compression, self._worth)
         if self._own_layers:
             from prefillcli.reading.compress.draft import SelfDraft
@@ -521,11 +521,11 @@ class KeptTokens:
             for prompt, own in zip(prompts, kept, strict=True)
         ]
 
-    def layers(self, questions: Sequence[Request]) -> float:
-        whole = sum(len(question.tokens) for question in questions)
+    def layers(self, requests: Sequence[Request]) -> float:
+        whole = sum(len(request.tokens) for request in requests)
         if not self._own_layers or not whole:
             return 1.0
-        return self._depth + (1 - self._depth) * sum(question.most_kept for question in questions) / whole
+        return self._depth + (1 - self._depth) * sum(request.most_kept for request in requests) / whole
 
     def _draft_lengths(self, prompts: Sequence[Prompt]) -> list[int | None]:
         # The number of tokens that each prompt has for the draft; None for one that it cannot read. The same prompts
@@ -567,26 +567,24 @@ def inspected(
     for at, prompt in enumerate(relatives):
         if rates[at] is not None and not near[at]:
             estimates[at] = ImportanceEstimate(np.zeros(len(prompt.tokens), np.float32))
-    questions = compressor.select(relatives, rates, estimates)
+    requests = compressor.select(relatives, rates, estimates)
     ends = tails([each.tokens for each in relatives], rates, compression)
     neighbours = [
         Neighbour(len(relatives[at].tokens), ends[at], estimates[at].importance is None, common[at])
         for at in range(len(related))
         if at != own and not compression.per_row
     ]
-    why = why_kept(questions[own], ends[own], neighbours, compression)
-    return ReadPrompt(
-        questions[own], estimates[own].importance, why, estimates[own].voters, why_in_full(questions[own])
-    )
+    why = why_kept(requests[own], ends[own], neighbours, compression)
+    return ReadPrompt(requests[own], estimates[own].importance, why, estimates[own].voters, why_in_full(requests[own]))
 
 
-def why_kept(question: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
+def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
     """Return why each token of a prompt is kept or dropped.
 
     Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.
     """
-    tokens = len(question.prompt.tokens)
-    if question.kept is None:
+    tokens = len(request.prompt.tokens)
+    if request.kept is None:
         return ["full"] * tokens
     why = np.full(tokens, "chosen", dtype=object)
     for other in others:
@@ -595,7 +593,7 @@ def why_kept(question: Request, tail: int, others: Sequence[Neighbour], compress
     why[max(tokens - tail, 0) :] = "last"
     why[: compression.keep_first] = "first"
     dropped = np.ones(tokens, dtype=bool)
-    dropped[question.kept] = False
+    dropped[request.kept] = False
     why[dropped] = "dropped"
     return cast("list[TokenReason]", why.tolist())
 

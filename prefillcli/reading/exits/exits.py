@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prefillcli.reading.exits.first import FirstReading, Reader
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
-    from prefillcli.rows.output.target import Manifest
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.records import Prompt
 
 
@@ -130,7 +130,7 @@ class Exits(Reading, Judge):
             self._first = learning.readers()
             self._first_seconds = {BEFORE: self._first[BEFORE][1].seconds} if self.use.rare is not None else {}
 
-    def ahead(self, questions: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
+    def ahead(self, requests: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
         """Return the answers, by the places of these questions, that the model need not be asked for, and the tokens
         that first models have computed to find them."""
         rows: dict[int, ScoredRow] = {}
@@ -141,32 +141,32 @@ class Exits(Reading, Judge):
             tokens, seconds = reader.tokens, reader.seconds
             left = [
                 number
-                for number, question in enumerate(questions)
-                if number not in rows and question.prompt.part in asked
+                for number, request in enumerate(requests)
+                if number not in rows and request.prompt.part in asked
             ]
             for at in range(0, len(left), reader.block):
-                rows |= self._decided(layer, reader, questions, left[at : at + reader.block], tick)
+                rows |= self._decided(layer, reader, requests, left[at : at + reader.block], tick)
             self._first_rows[layer] += len(left)
             self._first_seconds[layer] = self._first_seconds.get(layer, 0.0) + reader.seconds - seconds
             computed += reader.tokens - tokens
-        self._spared += sum(len(questions[number].tokens) for number in rows)
+        self._spared += sum(len(requests[number].tokens) for number in rows)
         return rows, computed
 
     def _decided(
-        self, layer: int, reader: Reader, questions: Sequence[Request], numbers: Sequence[int], tick: Tick
+        self, layer: int, reader: Reader, requests: Sequence[Request], numbers: Sequence[int], tick: Tick
     ) -> dict[int, ScoredRow]:
         # The answers to the questions with these `numbers` that a first model decides.
-        found = reader.read([questions[number].prompt for number in numbers], tick)
+        found = reader.read([requests[number].prompt for number in numbers], tick)
         read: dict[int, list[tuple[int, FirstReading]]] = {}
         for number, each in zip(numbers, found, strict=True):
             if each is not None:
-                read.setdefault(questions[number].prompt.part, []).append((number, each))
+                read.setdefault(requests[number].prompt.part, []).append((number, each))
         rows = {}
         for part, pairs in read.items():
             decided, logprobs = self.policies[part].decide(layer, readings_of([each for _, each in pairs]))
             for (number, each), leaves, own in zip(pairs, decided.tolist(), logprobs, strict=True):
                 if leaves:
-                    rows[number] = decided_row(questions[number], own, layer, each.seconds)
+                    rows[number] = decided_row(requests[number], own, layer, each.seconds)
         return rows
 
     def glance(
@@ -177,14 +177,14 @@ class Exits(Reading, Judge):
             self._readers = [each for _, each in readers_of(scorer).values()]
         return [each.read(prompts, tick) for each in self._readers]
 
-    def treatment(self, questions: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
-        """Return the treatment between layers of the prompts with these `questions`. Those `in_full` go through all
+    def treatment(self, requests: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
+        """Return the treatment between layers of the prompts with these `requests`. Those `in_full` go through all
         layers."""
         inside = {part: own for part, policy in self.policies.items() if (own := policy.inside) is not None}
         rules = {
-            number: inside[question.prompt.part]
-            for number, question in questions.items()
-            if question.prompt.part in inside
+            number: inside[request.prompt.part]
+            for number, request in requests.items()
+            if request.prompt.part in inside
         }
         return Treatment(EarlyExits(rules, in_full)) if rules else PLAIN
 
@@ -247,7 +247,7 @@ class Exits(Reading, Judge):
         use = stored_exit_use(reached.sink.plan) if use is None else self._in_this_run(use, report.tokens)
         if use is not None:
             use.take(reached.sink.counts)
-        report.exits = use
+        report.add(use)
 
     def _in_this_run(self, use: ExitUse, tokens: Any) -> ExitUse:
         # The exits with their savings in the packs of this run, whose `tokens` these are.
@@ -275,14 +275,15 @@ class Exits(Reading, Judge):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        use = report.exits = stored_exit_use(manifest.plan)
+        use = stored_exit_use(manifest.plan)
         if use is not None and manifest.counts is not None:
             use.take(manifest.counts)
+        report.add(use)
 
 
-def decided_row(question: Request, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
+def decided_row(request: Request, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
     """Return a row that a first model has decided; the model itself computes nothing of it."""
-    return ScoredRow(question.prompt.row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=layer + 1)
+    return ScoredRow(request.prompt.row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=layer + 1)
 
 
 def _layers_through(exit_layers: Sequence[int | None]) -> int | None:

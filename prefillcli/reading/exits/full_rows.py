@@ -31,7 +31,7 @@ class ReadRows:
     """Questions that were answered in full, with readings after these `layers` and, by layer, those of the `first`
     models. `unique` is the size of their trie, in tokens."""
 
-    questions: list[Request]
+    requests: list[Request]
     answers: list[Answer]
     unique: int
     layers: Sequence[int]
@@ -39,7 +39,7 @@ class ReadRows:
 
     def add(self, other: ReadRows) -> None:
         """Add more questions, with readings of the same layers."""
-        self.questions += other.questions
+        self.requests += other.requests
         self.answers += other.answers
         self.unique += other.unique
         for layer, found in other.first.items():
@@ -48,12 +48,12 @@ class ReadRows:
     def of_part(self, part: int, labels: int) -> CalibrationRows:
         """Return the rows of the questions with this number among those about a row, which have so many labels. Each
         question has the same share of its row's tokens."""
-        asked = Counter(question.prompt.row for question in self.questions)
-        own = [number for number, each in enumerate(self.questions) if each.prompt.part == part]
-        questions, answers = [self.questions[number] for number in own], [self.answers[number] for number in own]
-        rows = calibration_rows(questions, answers, self.layers, labels)
+        asked = Counter(request.prompt.row for request in self.requests)
+        own = [number for number, each in enumerate(self.requests) if each.prompt.part == part]
+        requests, answers = [self.requests[number] for number in own], [self.answers[number] for number in own]
+        rows = calibration_rows(requests, answers, self.layers, labels)
         first = {layer: readings_of([found[number] for number in own]) for layer, found in self.first.items()}
-        shares = np.array([asked[each.prompt.row] for each in questions], np.float64)
+        shares = np.array([asked[each.prompt.row] for each in requests], np.float64)
         return replace(rows, readings=first | dict(rows.readings), weights=rows.weights / shares)
 
     def first_use(self, opened: Opened, readers: Mapping[int, tuple[str, Reader]]) -> list[FirstUse]:
@@ -64,12 +64,10 @@ class ReadRows:
         used = []
         for layer, found in self.first.items():
             able, reader = [number for number, each in enumerate(found) if each is not None], readers[layer][1]
-            lengths = [
-                (own.length, len(asked.tokens)) for own, asked in zip(found, self.questions, strict=True) if own
-            ]
+            lengths = [(own.length, len(asked.tokens)) for own, asked in zip(found, self.requests, strict=True) if own]
             # Words cost next to nothing
             cost = reading_cost(reader.small, opened, lengths) if able and isinstance(reader, FirstReader) else 0.0
-            token = [self.answers[number].seconds / len(self.questions[number].tokens) for number in able]
+            token = [self.answers[number].seconds / len(self.requests[number].tokens) for number in able]
             seconds = float(np.median(token)) if able else 0.0
             used.append(FirstUse(model=readers[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
         return used
@@ -77,8 +75,8 @@ class ReadRows:
     def scored(self, prompts: int) -> list[ScoredRow]:
         """Return the rows of which all their `prompts` are answered."""
         found: dict[int, list[ScoredRow]] = {}
-        for question, answer in zip(self.questions, self.answers, strict=True):
-            found.setdefault(question.prompt.row, []).append(scored_row(question, answer))
+        for request, answer in zip(self.requests, self.answers, strict=True):
+            found.setdefault(request.prompt.row, []).append(scored_row(request, answer))
         return [own[0] if prompts == 1 else joined_row(own) for own in found.values() if len(own) == prompts]
 
 
@@ -103,23 +101,23 @@ class FullRows:
     def read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> ReadRows:
         """Read the rows with these numbers that fit the memory, with readings after these layers. `why` completes the
         line that says so."""
-        questions = self._requests(np.sort(numbers))
-        if not questions:
+        requests = self._requests(np.sort(numbers))
+        if not requests:
             return ReadRows([], [], 0, layers, {})
         if not self.run.settings.run.quiet:
-            rows = len({question.prompt.row for question in questions})
+            rows = len({request.prompt.row for request in requests})
             log.info(f"{rows:,} rows are read in full first, {why}")
         step("reading rows in full")
-        plan = plan_requests(questions, self.engine.limits)
+        plan = plan_requests(requests, self.engine.limits)
         exits = EarlyExits(observed=tuple(layers)) if layers else None
-        treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
+        treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(requests))))
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
-            plan.packs, lambda i: questions[i].prompt.labels, self.run.tick, treatment
+            plan.packs, lambda i: requests[i].prompt.labels, self.run.tick, treatment
         ):
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)
-        own = [questions[number] for number in answered]
+        own = [requests[number] for number in answered]
         prompts = [each.prompt for each in own]
         first = {layer: reader.read(prompts, self.run.tick) for layer, (_, reader) in self.first.items()}
         return ReadRows(own, [found[number] for number in answered], plan.unique_tokens, layers, first)
@@ -134,8 +132,8 @@ class FullRows:
     def _requests(self, numbers: Int64Array) -> list[Request]:
         # The requests for the rows with these numbers, ascending. What depends on other answers is not asked here.
         prompts = [prompt for batch in self.prompts(numbers) for prompt in batch if not prompt.conditional]
-        questions, _ = self.scorer.requests(prompts, self.run.tick)
-        return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]
+        requests, _ = self.scorer.requests(prompts, self.run.tick)
+        return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
     def prompts(self, numbers: Int64Array) -> Iterator[list[Prompt]]:
         """Yield the prompts of the rows with these numbers, ascending."""

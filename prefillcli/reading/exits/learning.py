@@ -211,7 +211,7 @@ class ExitLearning:
             confidence=profile.questions[0].findings.confidence,
             model_layers=depth,
             provable=provable,
-            calibration_rows=len({question.prompt.row for question in read.questions}),
+            calibration_rows=len({request.prompt.row for request in read.requests}),
             learnt_rows=len(known),
             first=first,
             questions=uses,
@@ -242,7 +242,7 @@ class ExitLearning:
             of=self._drawn_from,
         )
         findings = found.findings
-        if read.questions and not len(rows):
+        if read.requests and not len(rows):
             findings = findings.model_copy(update={"reason": "whether it is asked depends on other answers"})
         exits = None if found.policy is None else found.policy.to_json()
         return LearntExits(**identity_of(labels), exits=exits, findings=findings), findings.reason
@@ -285,8 +285,8 @@ class ExitLearning:
             )
             most = min(len(drawn), MOST_BYTES // (bytes_of_row * len(asked)))
             best: list[list[int]] = [[] for _ in asked]
-            for question, answer in zip(read.questions, read.answers, strict=True):
-                best[question.prompt.part].append(int(answer.logprobs.argmax()))
+            for request, answer in zip(read.requests, read.answers, strict=True):
+                best[request.prompt.part].append(int(answer.logprobs.argmax()))
             total = max(
                 rows_for_rarest(np.bincount(own, minlength=len(each.names)), settings.flips.max_flips, most)
                 for each, own in zip(asked, best, strict=True)

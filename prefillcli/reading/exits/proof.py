@@ -199,7 +199,7 @@ def observed_layers(layers: int) -> tuple[int, ...]:
 
 
 def calibration_rows(
-    questions: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
+    requests: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
     """Return the rows of requests that were answered in full, with readings after `layers`; each answer has
     `labels`."""
@@ -215,7 +215,7 @@ def calibration_rows(
     return CalibrationRows(
         readings={layer: joined(number) for number, layer in enumerate(layers) if answers},
         final=np.array([answer.logprobs for answer in answers], np.float64).reshape(-1, labels),
-        weights=np.array([len(question.tokens) for question in questions], np.float64),
+        weights=np.array([len(request.tokens) for request in requests], np.float64),
     )
 
 

@@ -330,7 +330,7 @@ class RareLearning:
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
         read = self.rows.read(drawn, (), f"for {settings.exits.exit_option}")
         rows, first = read.of_part(0, len(names)), read.first_use(inputs.opened, self.rows.first)
-        known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
+        known = np.searchsorted(numbers, [request.prompt.row for request in read.requests])
         leads, probe = np.full(len(numbers), math.nan), None
         if read.answers and (able := rows.read_after(BEFORE)).sum() >= _FEWEST:
             chosen = rows.chosen(able)
@@ -345,8 +345,8 @@ class RareLearning:
             more = apart.read(numbers[places], (), "as the first model's scores ask for them")
             read.add(more)
             answers = {
-                question.prompt.row: answer.logprobs.argmax() == 0
-                for question, answer in zip(more.questions, more.answers, strict=True)
+                request.prompt.row: answer.logprobs.argmax() == 0
+                for request, answer in zip(more.requests, more.answers, strict=True)
             }
             return np.array([answers.get(row, False) for row in numbers[places].tolist()], np.bool_)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
 from prefillcli.errors import counted
 from prefillcli.reading.exits.findings import FlipsOf, GainPoint, JudgedLabel
+from prefillcli.report.finding import Finding
 from prefillcli.report.run import RunReport
 from prefillcli.report.section import (
     Bar,
@@ -183,8 +184,11 @@ def _take_rows(places: Sequence[UsedExit | FirstUse], by_layer: Mapping[str, Lay
         each.share = each.rows / free if free else None
 
 
-class ExitUse(BaseModel):
+class ExitUse(Finding):
     """The exits of a run, for each of its questions. Counts of rows are of their answers."""
+
+    key: ClassVar[str] = "exits"
+    place: ClassVar[int] = 10
 
     status: ExitStatus
     reason: str | None = None  # why there are no exits, or no longer
@@ -205,6 +209,10 @@ class ExitUse(BaseModel):
     measured_gain: float | None = None  # of the same packs, in seconds
     kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by the rows they served
     questions: dict[str, QuestionExits]  # by name
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the exits in terminal, page, metrics and summary."""
+        return [_section(self)]
 
     def take(self, counts: Counts) -> None:
         """Take over the counts of the output's rows, including those of earlier attempts."""
@@ -376,11 +384,7 @@ ALIVE_NOTE = (
 )
 
 
-def section(report: RunReport) -> Section | None:
-    """Return the exits in terminal, page, metrics and summary; None where rows cannot leave."""
-    use: ExitUse | None = report.exits
-    if use is None:
-        return None
+def _section(use: ExitUse) -> Section:
     bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
     bound, allowed = bound if use.rare is None else RARE_NOTE, use.max_flips or 0.0
     found = Section(

@@ -27,9 +27,9 @@ from pydantic import TypeAdapter
 
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief, run_again
 from prefillcli.rows.output.columns import DIGEST, ROW, TAKEN_OVER, ResultRows
+from prefillcli.rows.output.destination import Job, write_parquet
 from prefillcli.rows.output.store import Store
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Job, write_parquet
 from prefillcli.rows.proof import JOB_KEY, require_seal
 from prefillcli.rows.records import Prompt, Window
 from prefillcli.rows.values import id_texts, to_python

@@ -24,17 +24,19 @@ from prefillcli.errors import (
 )
 from prefillcli.rows.output import Shard, parts
 from prefillcli.rows.output.columns import ROW
+from prefillcli.rows.output.destination import NAME, Destination, Job, Manifest, replaced
 from prefillcli.rows.output.parts import PartInfo, WindowRows
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.store import Store
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import NAME, Job, Manifest, Target, replaced
 from prefillcli.rows.records import is_error
 from prefillcli.runtime import log
 from prefillcli.stats.arrays import Int64Array
 
 
-def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
+def find_resumable(
+    destination: Destination, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False
+) -> Manifest | None:
     """Find the manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
 
     For a shard it is the manifest of its work folder, or of the output into which the shards were merged. Raises
@@ -42,45 +44,49 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
     """
     if overwrite:
         return None
-    manifest = _manifest(target.work, job, quiet)
-    begun = any(map(parts.is_part, target.work.names()))
-    if target.shard is not None:
+    manifest = _manifest(destination.work, job, quiet)
+    begun = any(map(parts.is_part, destination.work.names()))
+    if destination.shard is not None:
         if manifest is not None:
             begun = begun or manifest.state == "complete"
-            return _resumed(manifest, job, resume, begun=begun, name=f"shard {target.shard} of {target.path}")
-        whole = find_resumable(target.whole, job, True, False, quiet=True)
+            return _resumed(
+                manifest, job, resume, begun=begun, name=f"shard {destination.shard} of {destination.path}"
+            )
+        whole = find_resumable(destination.whole, job, True, False, quiet=True)
         if resume or not is_merged(whole):
             return whole if is_merged(whole) else None
-        raise OutputExistsError(f"{target.path} is complete\nkeep it with --resume, or score again with --overwrite")
-    exists = target.exists()
+        raise OutputExistsError(
+            f"{destination.path} is complete\nkeep it with --resume, or score again with --overwrite"
+        )
+    exists = destination.exists()
     if manifest is None or (manifest.state == "complete" and not exists):
         if not exists:
             return None
-        published = target.published()
+        published = destination.published()
         if published is None or published.job.digest != job.digest:
             raise OutputConflictError(
-                f"{target.path} exists and was not written by this job, or is damaged\n"
+                f"{destination.path} exists and was not written by this job, or is damaged\n"
                 "choose another --output, or replace it with --overwrite"
             )
         manifest = Manifest(published.job, {}, "complete", files=published.files)
-    return _resumed(manifest, job, resume, begun=exists or begun, name=target.path)
+    return _resumed(manifest, job, resume, begun=exists or begun, name=destination.path)
 
 
 def refuse_known(output: str, is_same: Callable[[Job], bool], *, resume: bool) -> None:
     """Raise the errors of `find_resumable` that are certain before the job itself is known: the output is of no job,
     or of one that `is_same` and must `resume`."""
-    target = Target.parse(output)
-    manifest = _manifest(target.work, Job({}), True)
-    published = target.published() if manifest is None and target.exists() else None
+    destination = Destination.parse(output)
+    manifest = _manifest(destination.work, Job({}), True)
+    published = destination.published() if manifest is None and destination.exists() else None
     found = manifest.job if manifest is not None else published.job if published is not None else None
     if found is None or (not resume and is_same(found)):
-        find_resumable(target, found or Job({}), resume, False, quiet=True)
+        find_resumable(destination, found or Job({}), resume, False, quiet=True)
 
 
 def has_rows(output: str, shard: Shard | None = None) -> bool:
     """Return whether an output is there, or rows of it, or another process is about to write some."""
-    target = Target.parse(output, shard)
-    return target.exists() or any(map(parts.is_part, target.work.names())) or bool(target.work.in_use())
+    destination = Destination.parse(output, shard)
+    return destination.exists() or any(map(parts.is_part, destination.work.names())) or bool(destination.work.in_use())
 
 
 def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
@@ -104,9 +110,9 @@ def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: s
     raise OutputExistsError(f"{name} {state}\ncontinue with --resume, or replace it with --overwrite")
 
 
-def require_undamaged(target: Target, manifest: Manifest) -> None:
+def require_undamaged(destination: Destination, manifest: Manifest) -> None:
     """Raise OutputDamagedError unless the output is as the job of a complete manifest wrote it."""
-    damage = target.damage(target.stored(manifest.job, manifest.files))
+    damage = destination.damage(destination.stored(manifest.job, manifest.files))
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         raise OutputDamagedError(
@@ -187,17 +193,17 @@ def plan_of(output: str, shard: Shard | None) -> dict[str, Any] | None:
     """Return the plan of an earlier attempt at an output, whatever its job is; None without one, or where it cannot be
     read, which opening the output will report."""
     with suppress(PrefillError, OSError):
-        found = _manifest(Target.parse(output, shard).work, Job({}), quiet=True)
+        found = _manifest(Destination.parse(output, shard).work, Job({}), quiet=True)
         return None if found is None else found.plan
     return None
 
 
-def retried(target: Target, found: Manifest) -> Manifest | None:
+def retried(destination: Destination, found: Manifest) -> Manifest | None:
     """Return the state from which a complete job starts again to score its error rows; None if it has none.
 
     Raises OutputConflictError if its other rows could not be taken over, UsageError for shards that were merged.
     """
-    whole = target.whole
+    whole = destination.whole
     if not (found.counts or whole.count(found.job.id_name)).errors:
         return None
     if found.digests is None:
@@ -205,7 +211,7 @@ def retried(target: Target, found: Manifest) -> Manifest | None:
             f"--retry-errors: {whole.path} has no digests of its rows: its work folder is gone\n"
             "score all rows again with --overwrite"
         )
-    if target.shard is not None:
+    if destination.shard is not None:
         raise UsageError(
             f"--retry-errors: the shards of {whole.path} were merged\nscore its error rows again without --shard"
         )

@@ -29,6 +29,7 @@ from prefillcli.rows.output import Shard, parts, store
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.batches import Responses
 from prefillcli.rows.output.columns import ROW
+from prefillcli.rows.output.destination import NAME, Destination, Manifest
 from prefillcli.rows.output.parts import PartIndex
 from prefillcli.rows.output.publication import commit, recover_publication
 from prefillcli.rows.output.resumption import find_resumable, is_merged, proven_parts
@@ -36,7 +37,6 @@ from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.output.store import Store, open_store
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import NAME, Manifest, Target
 from prefillcli.stats.arrays import Int64Array
 
 
@@ -86,23 +86,23 @@ class ShardFolder:
         self.work.remove()
 
 
-def shards_beside(target: Target, *, empty: bool = False) -> list[ShardFolder]:
+def shards_beside(destination: Destination, *, empty: bool = False) -> list[ShardFolder]:
     """Return the folders of shards that lie beside an output, by count and number: those of a job, or the `empty`
     ones."""
-    place, name = split_path(target.path)
+    place, name = split_path(destination.path)
     found = []
     for folder in open_store(place).folders():
         named = Shard.of_name(folder.removesuffix(WORK_ENDING)) if folder.endswith(WORK_ENDING) else None
         if named is not None and named[0] == name:
-            found.append(folder_of(target, named[1]))
+            found.append(folder_of(destination, named[1]))
     return sorted(
         (each for each in found if each.begun() != empty), key=lambda each: (each.shard.count, each.shard.number)
     )
 
 
-def folder_of(target: Target, shard: Shard) -> ShardFolder:
+def folder_of(destination: Destination, shard: Shard) -> ShardFolder:
     """Return the folder of a shard of an output; it need not exist."""
-    return ShardFolder(shard, Target(target.path, target.format, shard).work)
+    return ShardFolder(shard, Destination(destination.path, destination.format, shard).work)
 
 
 _OF_JOB = ("id_name", "json_carried")
@@ -174,7 +174,7 @@ class ShardSink(Sink):
     @property
     def location(self) -> str:
         """The work folder with the parts, or the output if it exists."""
-        return self._target.path if self.merged else self.work.location
+        return self._destination.path if self.merged else self.work.location
 
     @property
     def empty_input(self) -> bool:
@@ -212,9 +212,9 @@ class ShardSink(Sink):
 
     def _begin(self, *, fresh: bool) -> None:
         self._without = set()
-        manifest, shard = self._manifest, self._target.shard
+        manifest, shard = self._manifest, self._destination.shard
         if self.merged:
-            self._final = manifest.counts or self._target.count(self.schema.id_name)
+            self._final = manifest.counts or self._destination.count(self.schema.id_name)
             return
         self.work.clean(lambda name: True)
         if fresh:
@@ -240,11 +240,11 @@ class JoinedShards(ExitStack):
     Use it as a context manager: it holds the locks of the output and of the shards.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, destination: Destination) -> None:
         super().__init__()
         self.manifest: Manifest  # of one of the shards, set by `open`; they are of one job
         self.merged: Manifest | None = None  # that of the output, if it was made from these shards already
-        self._target = target
+        self._destination = destination
         self._locked = False
         self._folders: list[ShardFolder] = []
         self._records: list[ShardRecord] = []
@@ -263,22 +263,22 @@ class JoinedShards(ExitStack):
         """
         self._find(overwrite=overwrite)  # a refusal leaves no trace
         if self.merged is None or self._folders:
-            self.callback(self._target.work.lock().release)
+            self.callback(self._destination.work.lock().release)
             for folder in self._folders:
                 self.callback(folder.work.lock().release)
             self._locked = True
             self._find(overwrite=overwrite)
 
     def _find(self, *, overwrite: bool) -> None:
-        target = self._target
-        self._folders = shards_beside(target)
+        destination = self._destination
+        self._folders = shards_beside(destination)
         before = self._merged_before()
         if before is not None and not overwrite and set(self._tokens()) <= set(before.merged):
             self.merged = before
             return
         if not self._folders:
             raise UsageError(
-                f"no shards of {target.path}: there is no {target.path}.shard-1-of-N.prefill\n"
+                f"no shards of {destination.path}: there is no {destination.path}.shard-1-of-N.prefill\n"
                 "run them with prefill score --shard I/N, with this --output, or copy their folders beside it"
             )
         self._require_all()
@@ -290,10 +290,10 @@ class JoinedShards(ExitStack):
     def _merged_before(self) -> Manifest | None:
         # The manifest of the output, if that exists and was made from shards.
         try:
-            manifest = Manifest.load(self._target.work)
+            manifest = Manifest.load(self._destination.work)
         except DamagedFileError:
             return None
-        made = manifest is not None and manifest.state == "complete" and manifest.merged and self._target.exists()
+        made = manifest is not None and manifest.state == "complete" and manifest.merged and self._destination.exists()
         return manifest if made else None
 
     def _tokens(self) -> list[str]:
@@ -310,7 +310,7 @@ class JoinedShards(ExitStack):
 
     def _require_all(self) -> None:
         # Every shard of one count exists.
-        path, counts = self._target.path, sorted({folder.shard.count for folder in self._folders})
+        path, counts = self._destination.path, sorted({folder.shard.count for folder in self._folders})
         if len(counts) > 1:
             listed = " and ".join(map(str, counts))
             raise UsageError(
@@ -322,7 +322,7 @@ class JoinedShards(ExitStack):
         if missing:
             raise PrefillError(
                 f"{named(missing[:10])} of {path} {'is' if len(missing) == 1 else 'are'} missing: there is no "
-                f"{folder_of(self._target, missing[0]).work.location}\n"
+                f"{folder_of(self._destination, missing[0]).work.location}\n"
                 f"run it with --shard {missing[0]}, or copy its folder beside the output"
             )
 
@@ -351,7 +351,7 @@ class JoinedShards(ExitStack):
             if different or manifest.job != found[0].job:
                 pair = named([self._folders[0].shard, folder.shard])
                 raise OutputConflictError(
-                    f"{pair} of {self._target.path} belong to different jobs: different "
+                    f"{pair} of {self._destination.path} belong to different jobs: different "
                     f"{', '.join(different) or 'rows'}\nrun the wrong one again with --overwrite"
                 )
         return found[0]
@@ -362,7 +362,7 @@ class JoinedShards(ExitStack):
                 folder.work.lock().release()  # raises an error that names its owner
             if record.windows is None:
                 raise PrefillError(
-                    f"{named([folder.shard])} of {self._target.path} is not complete\n"
+                    f"{named([folder.shard])} of {self._destination.path} is not complete\n"
                     f"run it again with --shard {folder.shard} --resume; prefill status shows how far it is"
                 )
         first = self._records[0]
@@ -370,23 +370,23 @@ class JoinedShards(ExitStack):
             same = (record.windows, record.schema, record.partitions)
             if same != (first.windows, first.schema, first.partitions):
                 raise PrefillError(
-                    f"{named([self._folders[0].shard, folder.shard])} of {self._target.path} have different columns, "
-                    "or read different windows\nrun them again with --overwrite, by one version of prefill"
+                    f"{named([self._folders[0].shard, folder.shard])} of {self._destination.path} have different "
+                    "columns, or read different windows\nrun them again with --overwrite, by one version of prefill"
                 )
 
     def _require_room(self) -> None:
         # Nothing is in the output's place but remains of a merge that was killed.
-        target, job = self._target, self.manifest.job
-        begun = any(map(parts.is_part, target.work.names()))
-        found = find_resumable(target, job, True, False, quiet=True)
+        destination, job = self._destination, self.manifest.job
+        begun = any(map(parts.is_part, destination.work.names()))
+        found = find_resumable(destination, job, True, False, quiet=True)
         if found is None or (found.state == "running" and not begun):
             return
         state = "exists" if found.state == "complete" else "is there in part, from a run without --shard"
-        raise OutputExistsError(f"{target.path} {state}\nkeep it, or replace it with --overwrite")
+        raise OutputExistsError(f"{destination.path} {state}\nkeep it, or replace it with --overwrite")
 
     def check(self) -> None:
         """Raise PrefillError unless every row of the input is in the parts of these shards exactly once."""
-        path = self._target.path
+        path = self._destination.path
         self._parts = PartIndex(f"the shards of {path}", "run each of them again with --resume, then merge again")
         members = defaultdict(list)
         for folder in self._folders:
@@ -414,26 +414,26 @@ class JoinedShards(ExitStack):
 
         Call `check` before, and `remove` afterwards. Raises as `check` does if parts have changed since.
         """
-        target, job, record = self._target, self.manifest.job, self._records[0]
-        target.work.clean(lambda name: True)
-        recover_publication(target)
-        target.clean()
-        for name in filter(parts.is_part, target.work.names()):
-            target.work.delete(name)
-        target.work.delete(store.NAME)
+        destination, job, record = self._destination, self.manifest.job, self._records[0]
+        destination.work.clean(lambda name: True)
+        recover_publication(destination)
+        destination.clean()
+        for name in filter(parts.is_part, destination.work.names()):
+            destination.work.delete(name)
+        destination.work.delete(store.NAME)
         # The values that the shards have stored for the output; they are the same in all of them.
         manifest = Manifest(job, {name: value for name, value in self.manifest.plan.items() if name in _KEPT})
-        manifest.save(target.work)
-        schema = to_schema(record.schema, json_text=target.file_format.json_text)
+        manifest.save(destination.work)
+        schema = to_schema(record.schema, json_text=destination.file_format.json_text)
         partitions = None if record.partitions is None else to_partitions(record.partitions)
         manifest.merged = [record.token for record in self._records]
-        return commit(target, manifest, schema, self._parts, partitions)
+        return commit(destination, manifest, schema, self._parts, partitions)
 
     def remove(self) -> None:
         """Remove the shards, and remains of their folders from a merge that was killed here: the output exists."""
         for folder in self._folders:
             folder.delete()
-        for folder in shards_beside(self._target, empty=True):
+        for folder in shards_beside(self._destination, empty=True):
             with suppress(OutputBusyError):  # a shard that starts anew
                 lock = folder.work.lock()
                 if not folder.begun():
@@ -443,4 +443,4 @@ class JoinedShards(ExitStack):
     def damage(self) -> list[str]:
         """List the changed or missing files of an output that was merged before."""
         merged = self.merged
-        return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))
+        return [] if merged is None else self._destination.damage(self._destination.stored(merged.job, merged.files))

@@ -11,6 +11,7 @@ import pyarrow as pa
 from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard, parts, store
 from prefillcli.rows.output.columns import ROW, Probabilities, ResultRows
+from prefillcli.rows.output.destination import Destination, Job, Manifest, replaced
 from prefillcli.rows.output.parts import PartIndex, PartInfo, RowDigests, WindowRows
 from prefillcli.rows.output.publication import commit, recover_publication
 from prefillcli.rows.output.resumption import (
@@ -24,7 +25,6 @@ from prefillcli.rows.output.resumption import (
 from prefillcli.rows.output.schema import OutputSchema, kinds_of
 from prefillcli.rows.output.store import Heartbeat, LocalStore, Lock
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.output.target import Job, Manifest, Target, replaced
 from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window
 from prefillcli.runtime.clock import Pace
 from prefillcli.stats.arrays import Int64Array
@@ -38,15 +38,20 @@ class Sink:
     """
 
     def __init__(
-        self, target: Target, manifest: Manifest, lock: Lock, schema: OutputSchema, partitions: Partitions | None
+        self,
+        destination: Destination,
+        manifest: Manifest,
+        lock: Lock,
+        schema: OutputSchema,
+        partitions: Partitions | None,
     ) -> None:
-        self.work = target.work  # the work folder
-        self._target = target
+        self.work = destination.work  # the work folder
+        self._destination = destination
         self._manifest = manifest
         self._lock = lock
         self.schema = schema  # the columns of the output
         self._partitions = partitions
-        self._parts = PartIndex(target.work.location)
+        self._parts = PartIndex(destination.work.location)
         self._final: Counts | None = None  # of a complete output
         self._replaces = True  # an output that was there
         self._retries = False  # the error rows of parts
@@ -72,20 +77,20 @@ class Sink:
         exists and no flag is given; OutputConflictError if it is another job's, or damaged; ResourceError if another
         process is working on it.
         """
-        target = Target.parse(output, shard)
-        schema = replace(schema, json_text=target.file_format.json_text)
+        destination = Destination.parse(output, shard)
+        schema = replace(schema, json_text=destination.file_format.json_text)
         schema.require_distinct()
         resume = resume or retry_errors
-        found = find_resumable(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
+        found = find_resumable(destination, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
         if is_merged(found):
-            require_undamaged(target.whole, found)
+            require_undamaged(destination.whole, found)
         # Nothing is written for a shard of an output that exists.
-        lock = Lock() if shard is not None and is_merged(found) else target.work.lock()
+        lock = Lock() if shard is not None and is_merged(found) else destination.work.lock()
         try:
-            found = find_resumable(target, job, resume, overwrite)
-            again = retried(target, found) if retry_errors and is_merged(found) else None
-            begun = again or found or Manifest(job, {}, before=replaced(target.work))
-            sink = cls(target, begun, lock, schema, partitions)
+            found = find_resumable(destination, job, resume, overwrite)
+            again = retried(destination, found) if retry_errors and is_merged(found) else None
+            begun = again or found or Manifest(job, {}, before=replaced(destination.work))
+            sink = cls(destination, begun, lock, schema, partitions)
             sink._retries = retry_errors
             sink._begin(fresh=begun is not found)
         except BaseException:
@@ -126,7 +131,7 @@ class Sink:
     @property
     def location(self) -> str:
         """The place of the rows when it is finished: the output."""
-        return self._target.path
+        return self._destination.path
 
     @property
     def empty_input(self) -> bool:
@@ -155,7 +160,9 @@ class Sink:
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """Return these columns of the finished output, piece by piece, rows in the order of the input."""
-        return self._target.tables(names, self._target.stored(self._manifest.job, self._manifest.files).files)
+        return self._destination.tables(
+            names, self._destination.stored(self._manifest.job, self._manifest.files).files
+        )
 
     def done(self, window: int) -> set[int]:
         """Return the numbers of the rows of a window that are in its parts."""
@@ -214,7 +221,7 @@ class Sink:
             self._write_part(window, parts.taken_rows(window, results), None)
 
     def _write_part(self, window: Window, rows: pa.Table, carried: Sequence[tuple[int, str]] | None) -> None:
-        schema, shard = self.schema, self._target.shard
+        schema, shard = self.schema, self._destination.shard
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,
@@ -241,20 +248,20 @@ class Sink:
         self._parts.require_complete(windows)
         self._lock.check()
         new = not self._replaces
-        self._final = commit(self._target, self._manifest, self.schema, self._parts, self._partitions, new=new)
+        self._final = commit(self._destination, self._manifest, self.schema, self._parts, self._partitions, new=new)
         self._delete_parts()
 
     def _begin(self, *, fresh: bool) -> None:
         self.work.clean(lambda name: True)
-        recover_publication(self._target)
-        self._target.clean()
-        self._replaces = self._target.exists()
+        recover_publication(self._destination)
+        self._destination.clean()
+        self._replaces = self._destination.exists()
         if fresh:
             self._delete_parts()
             self._manifest.save(self.work)
         elif self.complete:
             self._delete_parts()
-            self._final = self._manifest.counts or self._target.count(self.schema.id_name)
+            self._final = self._manifest.counts or self._destination.count(self.schema.id_name)
         else:
             self._add_parts(proven_parts(self.work, self._manifest.job))
 

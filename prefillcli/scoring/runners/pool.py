@@ -554,7 +554,7 @@ class Pool:
         self.add([self._question(asked, each) for each in group] for group in groups_of(free))
 
     def _question(self, asked: Asked, each: FreePack, losses: int = 0) -> Item:
-        pack, questions = each.pack, asked.work.questions
+        pack, requests = each.pack, asked.work.requests
 
         def took(outcome: Outcome) -> None:
             if outcome.tokens:
@@ -568,15 +568,15 @@ class Pool:
             elif outcome.given_up:
                 self._ask_one_by_one(asked, pack)
 
-        task = answer_task(each, lambda prompt: questions[prompt].prompt.labels, asked.work.treatment(pack))
-        computed = Plan([pack], 0).with_labels(lambda prompt: questions[prompt].prompt.labels)
+        task = answer_task(each, lambda prompt: requests[prompt].prompt.labels, asked.work.treatment(pack))
+        computed = Plan([pack], 0).with_labels(lambda prompt: requests[prompt].prompt.labels)
         return Item(task, self._cost(computed), took, partial(asked.begun, pack), losses)
 
     def _ask_one_by_one(self, asked: Asked, pack: Pack) -> None:
         """Ask for each row of a pack alone: then a row that kills workers does not harm the others."""
         asked.split(pack, len(pack.prompts))
         for prompt in pack.prompts:
-            (alone,) = self.numbered(plan_requests([asked.work.questions[prompt]], self.limits).packs)
+            (alone,) = self.numbered(plan_requests([asked.work.requests[prompt]], self.limits).packs)
             free = FreePack(alone.renumbered([prompt]))
             self.add([[self._question(asked, free, MOST_LOSSES - 1)]])
 

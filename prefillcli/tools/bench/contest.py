@@ -181,7 +181,7 @@ class MethodJob:
         self._scorer = make_scorer(self.inputs, self._parts, loaded, self._kept)
         if self._parts.exits is not None:
             # The learnt exits stay here, so they need no fingerprint.
-            report = RunReport.new(fingerprint={"model": "", "labels": ""})
+            report = RunReport(fingerprint={"model": "", "labels": ""})
             run = Run(report, Clock(), self._stop, self.inputs, cast("Any", self._kept))
             self._parts.exits.learn(run, self._scorer)
 

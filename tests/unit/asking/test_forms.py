@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.asking.decisions import EVERY_FORM
 from prefillcli.asking.forms import orders_of, text_of, with_answers
 from prefillcli.errors import UsageError
 from prefillcli.prompts.questions import Choice, Predicate, Score
@@ -56,3 +57,8 @@ def test_no_answer_begins_another_one(options: list[str], count: int) -> None:
 def test_one_text_is_no_list_of_options() -> None:
     with pytest.raises(UsageError, match="one text, and a list of them is needed"):
         Choice("What is it?", "ab")
+
+
+def test_the_identity_of_requests_has_questions_of_every_type_and_form() -> None:
+    assert {each.type for each in EVERY_FORM} == {"predicate", "choice", "score"}
+    assert {with_answers(each) is each for each in EVERY_FORM} == {True, False}, "by words and by letters"

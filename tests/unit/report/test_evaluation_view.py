@@ -10,14 +10,13 @@ import pytest
 from prefillcli.judging.evaluation import (
     MOST_LABELS,
     EvaluatedRow,
+    Evaluations,
     RunEvaluation,
     TruthValue,
     evaluation_lines,
-    sections,
 )
 from prefillcli.judging.truth import Mistakes
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
-from prefillcli.scoring.compose import sections_of
 from prefillcli.stats.evaluation import Evaluation, evaluate, evaluate_labels
 from tests.unit.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 
@@ -30,8 +29,8 @@ def figures(rows: int = 400) -> Evaluation:
 
 
 def run_of(found: Evaluation, **more: object) -> RunReport:
-    report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
-    report.evaluations["answer"] = RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})
+    report = RunReport(status="complete", exit_code=0, output="out.parquet")
+    report.add(Evaluations({"answer": RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})}))
     return report
 
 
@@ -59,14 +58,18 @@ def test_what_values_were_taken_for_is_told_where_it_is_not_plain() -> None:
         TruthValue(value='"\x1b[31mgodo"', label=None, rows=2),
     ]
     mistakes = Mistakes.of({"go\x1bod": 2, "x": 1}, ["good", "bad"])
-    lines = dict(evaluation_lines(run_of(figures(), truth_values=values, mistakes=mistakes).evaluations["answer"]))
+    lines = dict(
+        evaluation_lines(
+            run_of(figures(), truth_values=values, mistakes=mistakes).findings["evaluations"].root["answer"]
+        )
+    )
     assert lines["truth"] == "1 is good (1,200)"
     assert lines["right answers"] == "3 rows with no label: go␛od (2 rows), nearest is good; x"
 
 
 def test_the_charts_draw_the_figures() -> None:
     found = figures()
-    reliability, roc, precision = (each.plot for each in sections(run_of(found))[0].charts)
+    reliability, roc, precision = (each.plot for each in run_of(found).sections()[0].charts)
     for box, each in zip(reliability.boxes, found.reliability, strict=True):
         assert box.x == pytest.approx(100 * each.low)
         assert 100 - box.y == pytest.approx(max(100 * each.share, 0.8))

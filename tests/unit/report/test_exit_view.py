@@ -9,10 +9,9 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.reading.exits.findings import GainPoint, JudgedLabel
-from prefillcli.reading.exits.report import ExitUse, QuestionExits, UsedExit, exit_lines, gain_plot, section, state_of
+from prefillcli.reading.exits.report import ExitUse, QuestionExits, UsedExit, exit_lines, gain_plot, state_of
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from prefillcli.rows.output.tallies import AuditedExits, Counts, LayerRows
-from prefillcli.scoring.compose import sections_of
 from tests.unit.report.test_metrics import metrics
 from tests.unit.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 
@@ -69,15 +68,15 @@ def bare(own: QuestionExits, **more: Any) -> ExitUse:
 
 
 def report_with(use: ExitUse, counts: Counts = COUNTS) -> RunReport:
-    report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
-    report.exits = use
+    report = RunReport(status="complete", exit_code=0, output="out.parquet")
+    report.add(use)
     use.take(counts)
     report.take(counts)
     return report
 
 
 def test_the_report_has_rows_by_layer_and_exact_intervals_of_the_audit() -> None:
-    use = report_with(use_of()).exits
+    use = ExitUse.from_report(report_with(use_of()))
     assert use is not None
     assert [(name, each.rows, each.prompt_tokens) for name, each in use.by_layer.items()] == [
         ("9", 600, 60_000), ("22", 300, 40_000), ("full", 100, 20_000),
@@ -129,7 +128,7 @@ def test_the_table_says_why_there_are_no_exits_or_whose_they_are(changes: dict[s
 
 def test_rows_to_learn_from_could_not_leave() -> None:
     report = report_with(use_of(learnt_rows=60))
-    use = report.exits
+    use = ExitUse.from_report(report)
     assert use is not None
     assert (use.rows, use.free_rows) == (1000, 940)
     assert [each.share for each in use.questions["answer"].layers] == pytest.approx([600 / 940, 300 / 940])
@@ -233,6 +232,6 @@ def test_a_bound_for_all_rows_together_is_said_to_be_one() -> None:
     assert dict(exit_lines(use))["exits"] == (
         "learnt from 600 rows in full; of all rows at most 1 % flip (95 % confidence)"
     )
-    found = section(report_with(use))
+    found = report_with(use).sections()[0]
     assert found is not None
     assert "The bound is of all rows together" in found.parts[0].note

@@ -5,9 +5,8 @@ from __future__ import annotations
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
 from prefillcli.followup.rationale import NO_REASON, RationaleFollowUp, RationaleUse, WrittenRow
 from prefillcli.report.run import RunReport, run_html, run_lines
+from prefillcli.rows.output.destination import Manifest
 from prefillcli.rows.output.tallies import Counts, RationaleTally, Tallies
-from prefillcli.rows.output.target import Manifest
-from prefillcli.scoring.compose import sections_of
 from prefillcli.walk.continuations import DecodingReport, DrafterCounts
 from tests.unit.report.test_metrics import metrics
 from tests.unit.report.test_run_page import HOSTILE, Page
@@ -23,12 +22,12 @@ COUNTS = Counts(total=1000, scored=1000, tallies=TALLIES)
 
 
 def report_with(use: RationaleUse | None) -> RunReport:
-    report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
+    report = RunReport(status="complete", exit_code=0, output="out.parquet")
     if use is None:  # of a merge
         RationaleFollowUp.merged(report, "", Manifest(None, {}, counts=COUNTS))  # type: ignore[arg-type]
     else:
         use.take(COUNTS)
-        report.rationales = use
+        report.add(use)
     report.take(COUNTS)
     return report
 
@@ -41,7 +40,7 @@ def test_the_table_says_how_many_why_they_end_and_what_it_took() -> None:
     assert lines["read again"] == "2 prompts, 5,000 tokens in 500 ms; 4 kept from scoring"
     assert lines["speculation"] == "draft 0 of 0 tokens right; lookup 150 of 400 tokens right (37.5%)"
     assert lines["evidence"] == "10 rows without each of their sections"
-    assert not {"rationales", "evidence", "writing"} & dict(run_lines(RunReport.new())).keys()
+    assert not {"rationales", "evidence", "writing"} & dict(run_lines(RunReport())).keys()
 
 
 def test_metrics_have_rows_tokens_seconds_and_acceptance() -> None:
@@ -57,7 +56,7 @@ def test_metrics_have_rows_tokens_seconds_and_acceptance() -> None:
     }
     assert expected.items() <= found.items()
     assert ("prefill_rationale_acceptance", "drafter=draft") not in found
-    assert not any(name.startswith("prefill_rationale") for name, _ in metrics(RunReport.new()))
+    assert not any(name.startswith("prefill_rationale") for name, _ in metrics(RunReport()))
 
 
 def test_the_page_has_figures_always_and_texts_where_they_are_shown() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from prefillcli.reading.compress.compress import KeepRate
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
 from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, score_plot
 from prefillcli.rows.output.tallies import Counts
@@ -79,7 +80,8 @@ def report_of(rows: pa.Table) -> RunReport:
     counts.add_rows(rows, id_name="id")
     report = RunReport(status="complete", exit_code=0, started="2025-01-02T03:04:05+00:00", output="out.parquet")
     report.take(counts)
-    report.keep, report.rows_per_second = 0.2, 123.4
+    report.add(KeepRate(0.2))
+    report.rows_per_second = 123.4
     tokens = report.tokens
     tokens.prompt, tokens.kept, tokens.unique, tokens.computed, tokens.draft, tokens.audit = 900, 300, 200, 220, 90, 20
     seconds = report.seconds

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from prefillcli.judging.evaluation import Evaluations, RunEvaluation
 from prefillcli.judging.review import ReviewUse
-from prefillcli.judging.review import section as review_section
 from prefillcli.report.run import (
     FailedRow,
     FirstAnswers,
@@ -24,7 +24,7 @@ from prefillcli.report.run import (
     run_lines,
 )
 from prefillcli.report.section import pairs_table
-from prefillcli.stats.evaluation import evaluate
+from prefillcli.stats.evaluation import Evaluation, evaluate
 
 ANSWERS = {
     "refund": {"Yes": 40, "No": 17},
@@ -35,8 +35,7 @@ ANSWERS = {
 
 def report_of(masses: tuple[float, ...] = (0.9, 0.8, 0.7), answers: Any = ANSWERS, **given: Any) -> RunReport:
     """A complete run of questions about 60 tickets, of which three are errors."""
-    report = RunReport.new(
-        lambda report: [found] if (found := review_section(report)) else [],
+    report = RunReport(
         status="complete",
         exit_code=0,
         output="out.parquet",
@@ -84,6 +83,10 @@ def varied() -> dict[str, dict[str, int]]:
     return ANSWERS | {"anger": {"calm": 50, "angry": 7}}
 
 
+def evaluated(found: Evaluation) -> Evaluations:
+    return Evaluations({"refund": RunEvaluation.model_validate({**dict(found), "truth": "refund"})})
+
+
 def test_a_good_night_is_green_and_says_no_more() -> None:
     report = report_of(answers=varied())
     assert verdict_class(report) == "good"
@@ -111,9 +114,9 @@ def test_a_question_that_is_not_answered_is_named_among_others() -> None:
 def test_right_answers_overrule_a_small_label_mass() -> None:
     report = report_of(masses=(0.02, 0.9, 0.9), answers=varied())
     truth = np.arange(200) % 2 == 0
-    report.evaluations = {"refund": evaluate(np.where(truth, 0.8, 0.3), truth)}
+    report.add(evaluated(evaluate(np.where(truth, 0.8, 0.3), truth)))
     assert terminal(report)[0].split(maxsplit=1) == ["verdict", "complete"]
-    report.evaluations = {"refund": evaluate(np.where(truth, 0.3, 0.2), truth)}
+    report.add(evaluated(evaluate(np.where(truth, 0.3, 0.2), truth)))
     assert "does not answer refund" in terminal(report)[0]
 
 
@@ -129,7 +132,7 @@ def test_one_answer_to_all_rows_is_told() -> None:
 def test_answers_worse_than_the_commonest_one_are_told(flip: bool) -> None:
     report, truth = report_of(answers=varied()), np.arange(100) < 30
     scores = np.where(truth, 0.6, 0.4)
-    report.evaluations = {"refund": evaluate(1 - scores if flip else scores, truth)}
+    report.add(evaluated(evaluate(1 - scores if flip else scores, truth)))
     assert (verdict_class(report) == "poor") == flip
     said = page(report)
     assert "always No: 70.0%" in said
@@ -150,7 +153,7 @@ def test_warnings_of_stderr_and_errors_are_reasons() -> None:
 
 def test_page_and_terminal_say_first_what_is_to_be_done_and_show_prompts_last() -> None:
     report = report_of(answers=varied())
-    report.review = ReviewUse(rows=9, questions={"refund": 6, "topic": 4}, file="look.csv")
+    report.add(ReviewUse(rows=9, questions={"refund": 6, "topic": 4}, file="look.csv"))
     report.histograms.score.edges = [at / 50 for at in range(51)]
     report.histograms.score.counts = {"Yes": [1] * 50}
     in_order(
@@ -169,7 +172,7 @@ def test_page_and_terminal_say_first_what_is_to_be_done_and_show_prompts_last() 
 
 def test_no_answer_at_all_is_not_a_good_night() -> None:
     report = report_of(answers=varied())
-    report.review = ReviewUse(rows=57, questions={"refund": 57}, file=None)
+    report.add(ReviewUse(rows=57, questions={"refund": 57}, file=None))
     assert terminal(report)[0].endswith("complete, but every row is to be reviewed")
 
 

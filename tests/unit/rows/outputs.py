@@ -17,9 +17,9 @@ import pytest
 
 from prefillcli.plan.behind import LabelSet
 from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.destination import Job
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.output.sink import Sink
-from prefillcli.rows.output.target import Job
 from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window
 
 LABELS = ("Yes", "No", "Maybe")

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.rows.output.answers import AnswerColumns, answers_of, described
-from prefillcli.rows.output.target import ANSWERS, Target
+from prefillcli.rows.output.destination import ANSWERS, Destination
 from prefillcli.rows.records import ScoredRow, joined_row
 from prefillcli.stats.labels import label_probabilities
 from tests.unit.rows.outputs import FINGERPRINT, make_window, open_sink, read
@@ -84,14 +84,14 @@ def test_what_is_read_back_is_what_was_answered(logprobs: list[Any], temperature
     with tempfile.TemporaryDirectory() as folder:
         written = Written(f"{folder}/o.{form}", logprobs, temperature)
         rows = read(written.output)
-        target = Target.parse(written.output)
+        destination = Destination.parse(written.output)
         for number, (own, columns) in enumerate(zip(QUESTIONS, answers(temperature), strict=True)):
             wanted = [each[number] for each in written.shares]
             told = [row[columns.told[0]] for row in rows]
             for values in (told, [None if value is None else json.dumps(value) for value in told]):
                 assert_near(asked(columns.shares(values)), wanted)
             names = dict.fromkeys([*columns.told, *(columns.column(each) for each in ("", "label_mass"))])
-            table = pa.concat_tables(target.tables([*names]))
+            table = pa.concat_tables(destination.tables([*names]))
             assert_near(asked(columns.shares_in(table)), wanted)
             table = columns.with_answer(table)
             assert_near(table[f"{own.name}.score"].to_pylist(), [each and each[0] for each in wanted])
@@ -106,7 +106,7 @@ def test_what_is_read_back_is_what_was_answered(logprobs: list[Any], temperature
             assert np.ptp(apart, axis=1) == pytest.approx(0, abs=1e-8)
             answers_said = [row[own.name] for row in rows]
             assert table[own.name].to_pylist() == pytest.approx(answers_said)  # of its own type in every format
-        errors = pa.concat_tables(target.tables(["error"]))["error"].to_pylist()
+        errors = pa.concat_tables(destination.tables(["error"]))["error"].to_pylist()
         assert errors == [None] * len(logprobs) + ["prompt_too_long"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from prefillcli.errors import PrefillError
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.target import ParquetFormat
+from prefillcli.rows.output.destination import ParquetFormat
 from tests.parquet_footers import Field, fields_of, with_numbers
 
 TEXTS = [f"row {number} {number * 7919 % 101}" for number in range(20)]

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.rows.output.destination import CsvFormat, JsonlFormat
 from prefillcli.rows.output.schema import kinds_of, type_for, typed_column
-from prefillcli.rows.output.target import CsvFormat, JsonlFormat
 
 
 def lines(table: pa.Table, codec: str | None = None, json_columns: tuple[str, ...] = ()) -> list[dict[str, Any]]:

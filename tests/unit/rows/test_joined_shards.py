@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from prefillcli.errors import PrefillError
 from prefillcli.rows.output import Shard
+from prefillcli.rows.output.destination import Destination
 from prefillcli.rows.output.shards import JoinedShards, ShardSink
-from prefillcli.rows.output.target import Target
 from prefillcli.rows.records import Window
 from tests.unit.rows.outputs import WINDOWS, open_sink, read, score_all
 from tests.unit.rows.test_sink import jobs
@@ -60,7 +60,7 @@ def score_shard(
 
 def merge(output: str, **options: bool) -> int:
     """The rows of the output that is made."""
-    with JoinedShards(Target.parse(output)) as joined:
+    with JoinedShards(Destination.parse(output)) as joined:
         joined.open(overwrite=options.get("overwrite", False))
         if joined.merged is not None:
             assert joined.merged.counts is not None

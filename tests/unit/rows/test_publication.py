@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import PrefillError
+from prefillcli.rows.output.destination import Destination, Published
 from prefillcli.rows.output.publication import publication
-from prefillcli.rows.output.target import Published, Target
 from prefillcli.runtime import file_calls
 from tests.faults.file_faults import CHANGES
 from tests.unit.rows.outputs import EXPECTED, WINDOWS, finished, make_window, open_sink, read, score_all
@@ -141,14 +141,14 @@ def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path: Path, nam
 
 
 def test_partitions_can_be_written_in_folders_of_their_own(tmp_path: Path) -> None:
-    target = Target.parse(f"{tmp_path}/o/")
+    destination = Destination.parse(f"{tmp_path}/o/")
     for day in ("1", "2"):
-        output = publication(target)
+        output = publication(destination)
         name = f"day={day}/part-00000.parquet"
         with output.create(name) as file:
             file.write(b"x")
         output.publish(Published(_job(), {name: "digest"}))
-        assert target.files() == ["_SUCCESS", name]
+        assert destination.files() == ["_SUCCESS", name]
 
 
 def test_half_written_files_of_a_killed_run_go_wherever_they_lie(tmp_path: Path) -> None:
@@ -164,6 +164,6 @@ def test_half_written_files_of_a_killed_run_go_wherever_they_lie(tmp_path: Path)
 
 
 def _job() -> Any:
-    from prefillcli.rows.output.target import Job
+    from prefillcli.rows.output.destination import Job
 
     return Job({"model": "m"})

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.rows.output.destination import is_partition
 from prefillcli.rows.output.store import LocalStore, RemoteStore, Store, open_store
-from prefillcli.rows.output.target import is_partition
 from prefillcli.runtime import file_calls
 
 

@@ -202,7 +202,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """The place of the output, and its format."""
 
     path: str  # as the user named it, in the form of `written_path`
@@ -210,8 +210,8 @@ class Target:
     shard: Shard | None = None  # the share of the rows that is worked on; None for all
 
     @classmethod
-    def parse(cls, output: str, shard: Shard | None = None, *, option: str = "--output") -> Target:
-        """Parse the target at a path that `option` names. Raises UsageError for an unknown ending, and as
+    def parse(cls, output: str, shard: Shard | None = None, *, option: str = "--output") -> Destination:
+        """Parse the destination at a path that `option` names. Raises UsageError for an unknown ending, and as
         `written_path`."""
         named = written_path(output, option)
         path = named.rstrip("/")
@@ -248,7 +248,7 @@ class Target:
         return open_store(self.path + (self.shard.ending if self.shard else "") + WORK_ENDING)
 
     @cached_property
-    def whole(self) -> Target:
+    def whole(self) -> Destination:
         """The output of the whole job, without a shard."""
         return replace(self, shard=None)
 
