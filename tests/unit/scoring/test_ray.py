@@ -74,9 +74,8 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         with chdir(ROOT):
-            machines = Cluster(
-                initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "dashboard_port": None}
-            )
+            head = {"num_cpus": 1, "include_dashboard": False, "dashboard_port": None}
+            machines = Cluster(initialize_head=True, head_node_args=head)
         add_second(machines)
         yield machines
         machines.shutdown()
