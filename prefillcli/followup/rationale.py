@@ -16,6 +16,7 @@ from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.errors import UsageError
 from prefillcli.followup import evidence
+from prefillcli.options.followup import ChosenOptions, WritingOptions
 from prefillcli.options.requirements import leaves_early
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
@@ -168,26 +169,26 @@ UNREAD = Continuation((), "memory", float("inf"))  # reason for a prompt whose K
 FAILED = Continuation((), "error", float("inf"))
 
 
-def writing_of(settings: JobSettings, opened: Opened, names: Sequence[str]) -> Writing | None:
+def writing_of(options: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
     """Return how the texts of a job with labels of these names are written (none: each prompt has its own); None:
     there are no texts. Raises UsageError for a damaged model folder."""
-    if not settings.rationales.rationale:
+    if not options.rationale:
         return None
     from prefillcli.models.open import stop_tokens  # takes torch along
 
-    texts = rationale_texts(settings.rationales.rationale_template, names).values()
+    texts = rationale_texts(options.rationale_template, names).values()
     words = [len(opened.tokenizer.encode(f" {text}", add_special_tokens=False)) for text in texts]
     return Writing(
-        tokens=settings.rationales.rationale,
+        tokens=options.rationale,
         stop_tokens=stop_tokens(opened.files),
         beginning=max(words, default=OWN_WORDS) + 1,
-        temperature=settings.rationales.rationale_temperature,
-        seed=settings.rationales.rationale_seed,
+        temperature=options.rationale_temperature,
+        seed=options.rationale_seed,
         speculation=Speculation(
-            drafter=settings.rationales.speculation,
-            tokens=settings.rationales.speculation_tokens,
-            budget=settings.rationales.retrieval_budget,
-            chunk=settings.rationales.retrieval_chunk,
+            drafter=options.speculation,
+            tokens=options.speculation_tokens,
+            budget=options.retrieval_budget,
+            chunk=options.retrieval_chunk,
         ),
     )
 
@@ -404,24 +405,24 @@ class RationaleFollowUp(FollowUp, Judge):
     """The texts of a job after its rows, and their report, also where evidence alone is asked for. Raises UsageError
     for a wrong template."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.settings = settings
-        self.groups = added({"rationales": settings.rationales.rationale})
+    def __init__(self, options: WritingOptions, chosen: ChosenOptions) -> None:
+        self._options, self._chosen = options, chosen
+        self.groups = added({"rationales": options.rationale})
         self._shown: Sequence[WrittenRow] = ()
-        if settings.chosen.rationale_when is not None:
-            RowCondition(settings.chosen.rationale_when)
-        if settings.rationales.rationale:
+        if chosen.rationale_when is not None:
+            RowCondition(chosen.rationale_when)
+        if options.rationale:
             self._texts(("Yes", "No"))
 
     def condition(self, schema: OutputSchema) -> Condition | None:
-        chosen = self.settings.chosen
+        chosen = self._chosen
         if chosen.rationale_when is None:
             return None
         return LimitedCondition(RowCondition(chosen.rationale_when), schema, chosen.rationale_limit)
 
     def require_labels(self, labels: Labels) -> None:
         """Raise UsageError where no text can be written after prompts with these labels."""
-        if not self.settings.rationales.rationale:
+        if not self._options.rationale:
             return
         if isinstance(labels, ClassLabels):
             raise UsageError(
@@ -432,12 +433,8 @@ class RationaleFollowUp(FollowUp, Judge):
             self._texts(each.names)
 
     def further(self, inputs: Inputs, choice: RowSelection) -> Rationales | None:
-        writing = _writing_of(self.settings, inputs.opened, inputs.labels.names)
-        return (
-            None
-            if writing is None
-            else Rationales(writing, self.settings.rationales.rationale_template, inputs, choice)
-        )
+        writing = _writing_of(inputs.settings, inputs.opened, inputs.labels.names)
+        return None if writing is None else Rationales(writing, self._options.rationale_template, inputs, choice)
 
     def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         if row.scored.rationale is None:
@@ -445,13 +442,13 @@ class RationaleFollowUp(FollowUp, Judge):
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
 
     def ended(self, run: Run) -> None:
-        if self.settings.evaluation.show_text and not run.inputs.schema.questions[0].name:
-            self._shown = written_rows(run.sink.location, run.inputs.rows.groups, self.settings.ids.id_column)
+        if run.settings.evaluation.show_text and not run.inputs.schema.questions[0].name:
+            self._shown = written_rows(run.sink.location, run.inputs.rows.groups, run.settings.ids.id_column)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         use = RationaleUse.of(
             None if reached.models is None else reached.models.pool.used().decoded,
-            self.settings.rationales.speculation if self.settings.rationales.rationale else None,
+            self._options.speculation if self._options.rationale else None,
         )
         use.shown = list(self._shown)
         if reached.sink is not None:
@@ -468,7 +465,7 @@ class RationaleFollowUp(FollowUp, Judge):
             report.add(use)
 
     def _texts(self, names: Sequence[str]) -> Mapping[str, str]:
-        return rationale_texts(self.settings.rationales.rationale_template, names)
+        return rationale_texts(self._options.rationale_template, names)
 
 
 def text_room(settings: JobSettings, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf]:
@@ -509,4 +506,4 @@ def let_draft_guess(models: Models[Any]) -> None:
 
 def _writing_of(settings: JobSettings, opened: Opened, names: Sequence[str]) -> Writing | None:
     # With several questions each prompt has its own labels.
-    return writing_of(settings, opened, () if settings.asking.questions is not None else names)
+    return writing_of(settings.rationales, opened, () if settings.asking.questions is not None else names)

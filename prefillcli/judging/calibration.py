@@ -20,6 +20,7 @@ from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.judging.truth import Mistakes
 from prefillcli.models.files import names_classifier, read_json, sample_model
+from prefillcli.options.judging import ProbabilityOptions
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.finding import Finding
@@ -571,19 +572,18 @@ class Calibrating(Judge):
     """The probabilities of a job: from a file, or from prompts without content. Raises UsageError for options that are
     wrong whatever the input holds."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.settings = settings
+    def __init__(self, options: ProbabilityOptions) -> None:
+        self._file = options.calibration
         self.groups = added({"calibrated": True})
         self.calibrations: list[Calibration] = []
-        check_calibration(settings)
 
     def open(self, schema: OutputSchema) -> Collection[str]:
         """Read the file, for an output with this schema. Return the names of the questions that have calibrated
         probabilities. Raises UsageError."""
         asked = {own.name: own for own in schema.questions}
-        if self.settings.probabilities.calibration is not None:
+        if self._file is not None:
             labels = {name: own.labels for name, own in asked.items()}
-            found = read_calibration(self.settings.probabilities.calibration, labels)
+            found = read_calibration(self._file, labels)
             if "orders" in asked[found.question].groups:
                 raise UsageError(
                     f"--calibration: the question {found.question} is asked in both orders, and a mean of two answers "
@@ -601,12 +601,11 @@ class Calibrating(Judge):
         """Raise UsageError for a calibration of another job."""
         for each in self.calibrations:
             if each.fitted_on is not None:
-                path = self.settings.probabilities.calibration or ""
-                require_fitting("--calibration", path, each.fitted_on.job, fingerprint)
+                require_fitting("--calibration", self._file or "", each.fitted_on.job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
-        if self.settings.probabilities.calibration is not None:
+        if self._file is not None:
             return
         plans = scorer.plans
         if CONTENT_FREE in plans.plan:

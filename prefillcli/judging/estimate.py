@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from prefillcli.core.roles import Judge
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
-from prefillcli.options.settings import JobSettings
+from prefillcli.options.judging import EstimateOptions
 from prefillcli.reading.exits.first import readings_of
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, percent, percent_interval, visible
@@ -472,11 +472,11 @@ def _cost(use: EstimateUse) -> str:
 class Estimating(Judge):
     """The estimate of a job, by the rows that it has read."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.settings = settings
+    def __init__(self, options: EstimateOptions) -> None:
+        self._asked = options.estimate is not None
 
     def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
-        if self.settings.estimate.estimate is None:
+        if not self._asked:
             return
         if labels.measure is not Measure.SHARES or schema.lines is not None:
             raise UsageError(
@@ -488,10 +488,10 @@ class Estimating(Judge):
 
     def is_missing(self, run: Run) -> bool:
         """Return whether `--estimate` asks for an estimate that the job does not have yet."""
-        return self.settings.estimate.estimate is not None and PLAN not in run.sink.plan
+        return self._asked and PLAN not in run.sink.plan
 
     def ended(self, run: Run) -> None:
-        if self.settings.estimate.estimate is None:
+        if not self._asked:
             with run.clock.phase("evaluate"), run.stop.at_once():
                 estimate_audited(run)
 

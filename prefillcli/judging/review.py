@@ -18,7 +18,7 @@ from prefillcli.errors import PrefillError, UsageError, counted
 from prefillcli.judging.calibration import require_fitting
 from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, is_blank, reason
 from prefillcli.options.groups import split_names
-from prefillcli.options.settings import JobSettings
+from prefillcli.options.judging import ReviewOptions
 from prefillcli.prompts.questions import Question
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
@@ -180,12 +180,11 @@ class ReviewUse(Finding):
 class Reviewing(Judge):
     """Names the answers in doubt. Raises UsageError for floors or a path that are wrong whatever the input holds."""
 
-    def __init__(self, settings: JobSettings, floors: str) -> None:
-        self.settings = settings
+    def __init__(self, options: ReviewOptions, floors: str) -> None:
         self.groups = added({"review": True})
         self._told, self._given = False, floors
         self._floors, self._job = read_floors(floors)
-        file = settings.review.review
+        self._file = file = options.review
         if file is not None and (format_of(file) is None or file.endswith("/")):
             raise UsageError(f"unknown ending of {FILE_OPTION} {file}\nuse {', '.join(FILE_ENDINGS)}")
 
@@ -195,7 +194,7 @@ class Reviewing(Judge):
 
     def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
         self.floors(schema)
-        if self.settings.review.review is not None:
+        if self._file is not None:
             self._tell(rows)
             own = {name for each in _reviewed(labels, schema) for name in each.names}
             for name in rows.carried:
@@ -204,10 +203,10 @@ class Reviewing(Judge):
 
     def _tell(self, rows: OpenRows) -> None:
         # Warn once of a file that has no texts to read.
-        if not self._told and not set(rows.carried) - {self.settings.ids.id_column, *rows.source.partition_keys}:
+        if not self._told and not set(rows.carried) - {rows.settings.ids.id_column, *rows.source.partition_keys}:
             self._told = True
             log.warning(
-                f"{FILE_OPTION} {self.settings.review.review}: it will not have what the rows are about, only their "
+                f"{FILE_OPTION} {self._file}: it will not have what the rows are about, only their "
                 "ids\n"
                 "name the columns that a person reads with --keep-columns"
             )
@@ -224,7 +223,7 @@ class Reviewing(Judge):
             require_fitting(OPTION, self._given, self._job, fingerprint)
 
     def ended(self, run: Run) -> None:
-        path = self.settings.review.review
+        path = self._file
         with run.clock.phase("write"), run.stop.at_once():
             rows, questions, unanswered = 0, Counter[str](), 0
             for table in run.sink.tables([COLUMN, "error"]):
@@ -233,7 +232,7 @@ class Reviewing(Judge):
                 rows += pc.sum(pc.greater(pc.list_value_length(doubt), 0)).as_py() or 0
                 unanswered += len(table) - table["error"].null_count
             if path is not None:
-                folders = run.inputs.source.partition_keys if self.settings.files.partition else ()
+                folders = run.inputs.source.partition_keys if run.settings.files.partition else ()
                 write_review(path, run.sink, _reviewed(run.inputs.labels, run.inputs.schema), folders)
         doubts = dict(sorted(questions.items()))
         run.report.add(ReviewUse(rows=rows, questions=doubts, file=path, unanswered=unanswered))

@@ -335,10 +335,14 @@ class Settings(BaseModel):
 OptionKind = type[Options] | type[Settings]
 
 
+def fields_of(kind: OptionKind) -> Mapping[str, FieldInfo]:
+    """Return the options of a command, or of a group of its settings, by name."""
+    return kind.options() if issubclass(kind, Settings) else kind.model_fields
+
+
 def details_of(kind: OptionKind, name: str) -> Details:
     """Return the properties of an option beside its name, type, default and help text."""
-    fields = kind.options() if issubclass(kind, Settings) else kind.model_fields
-    extra: Any = fields[name].json_schema_extra
+    extra: Any = fields_of(kind)[name].json_schema_extra
     details: Details = extra["option"]
     return details
 
@@ -384,7 +388,8 @@ def require(found: dict[str, list[Requirement]], names: Iterable[str], required:
         found[name] = [required, *found.get(name, ())]
 
 
-def changed(kind: type[Settings], values: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the names and values of the options of a command that are not at their default, by name. So a job which
-    does not use a new option is still the one that a version without it began."""
-    return [[name, values[name]] for name in sorted(values) if values[name] != kind.options()[name].default]
+def changed(kind: OptionKind, values: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the names and values of the options of a command, or of a group, that are not at their default, by name.
+    So a job which does not use a new option is still the one that a version without it began."""
+    fields = fields_of(kind)
+    return [[name, values[name]] for name in sorted(values) if values[name] != fields[name].default]

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from prefillcli.core.roles import Judge
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
-from prefillcli.options.settings import JobSettings
+from prefillcli.options.groups import OutputOptions
+from prefillcli.options.reading import EarlierOptions
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import reading, writing
@@ -227,48 +228,48 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 
 
 def find_earlier(
-    settings: JobSettings, output: str, fingerprint: dict[str, str]
+    options: EarlierOptions, files: OutputOptions, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
     """Find the output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
 
     A warning names an output that is missing or not complete: all rows are scored then. Raises OutputConflictError for
     an output of another job.
     """
-    own = find_output(output, own=output) if _retries(settings, output) else ""
+    own = find_output(output, own=output) if _retries(options, files, output) else ""
     if not isinstance(own, str):  # the sink decides whether this is the job that wrote it
         return replace(own, remedy="give --overwrite"), SinceUse(output=output)
-    if settings.earlier.since is None:
+    if options.since is None:
         return None, None
-    found = find_output(settings.earlier.since, own=output, option="--since")
+    found = find_output(options.since, own=output, option="--since")
     if isinstance(found, str):
-        log.warning(f"--since {settings.earlier.since}: {found}; all rows are scored")
-        return None, SinceUse(output=settings.earlier.since, reason=found)
+        log.warning(f"--since {options.since}: {found}; all rows are scored")
+        return None, SinceUse(output=options.since, reason=found)
     found.require_same_job(fingerprint)
-    return found, SinceUse(output=settings.earlier.since)
+    return found, SinceUse(output=options.since)
 
 
-def _retries(settings: JobSettings, output: str) -> bool:
+def _retries(options: EarlierOptions, files: OutputOptions, output: str) -> bool:
     # Whether a job begins or continues to score again the error rows of its complete output.
-    if settings.files.shard is not None or not (settings.files.resume or settings.earlier.retry_errors):
+    if files.shard is not None or not (files.resume or options.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):
         manifest = Manifest.load(Destination.parse(output).work)
         if manifest is not None:
-            return manifest.retries or (settings.earlier.retry_errors and manifest.state == "complete")
+            return manifest.retries or (options.retry_errors and manifest.state == "complete")
     return False
 
 
 class Earlier(Judge):
     """The rows that a job takes over from an earlier output, which need not be read again."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.settings = settings
+    def __init__(self, options: EarlierOptions, files: OutputOptions) -> None:
+        self._options, self._files = options, files
         self._found: FoundOutput | None = None
 
     def find(self, report: RunReport, output: str) -> None:
         """Find the output, once the job's fingerprint is in the report. Raises OutputConflictError for that of another
         job."""
-        self._found, use = find_earlier(self.settings, output, report.fingerprint)
+        self._found, use = find_earlier(self._options, self._files, output, report.fingerprint)
         report.add(use)
 
     def open(self, run: Run) -> EarlierOutput | None:

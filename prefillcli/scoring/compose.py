@@ -24,7 +24,7 @@ from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
 from prefillcli.judging import gates
 from prefillcli.judging.adapters import AdapterJudge
-from prefillcli.judging.calibration import Calibrating
+from prefillcli.judging.calibration import Calibrating, check_calibration
 from prefillcli.judging.estimate import Estimating
 from prefillcli.judging.evaluation import Evaluating
 from prefillcli.judging.likelihood import LikelihoodJudge
@@ -93,20 +93,21 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     """Return the parts of a job with these settings of a command, over rows with the `available` columns, of which
     this is the `first`. Raises UsageError for options that are wrong whatever the rows hold."""
     asking = _asking(settings, available, first)
-    compression = Compress(settings) if compresses(settings) else None
+    compression = Compress(settings.compression, settings.flips, settings.input.seed) if compresses(settings) else None
     read_as = [] if compression is None else compression.read_as()
-    more = RationaleFollowUp(settings) if asks_more(settings) else None
+    more = RationaleFollowUp(settings.rationales, settings.chosen) if asks_more(settings) else None
     follow_ups = _follow_ups(settings, asking, more, plain=not compression)
     if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
         return Parts(asking, gates.Gates(settings.gates), compression=compression, follow_ups=follow_ups)
-    leaving = Exits(settings, read_as) if leaves_early(settings) else None
-    taken = Earlier(settings)
-    probabilities = Calibrating(settings) if settings.probabilities.calibrates else None
-    shares = Estimating(settings) if _estimates(settings) else None
+    leaving = Exits(settings.exits, settings.flips, read_as) if leaves_early(settings) else None
+    taken = Earlier(settings.earlier, settings.files)
+    check_calibration(settings)
+    probabilities = Calibrating(settings.probabilities) if settings.probabilities.calibrates else None
+    shares = Estimating(settings.estimate) if _estimates(settings) else None
     judged = Evaluating(settings) if settings.truth.truth is not None else None
     rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
     floors = settings.review.review_below
-    reviewing = None if floors is None else Reviewing(settings, floors)
+    reviewing = None if floors is None else Reviewing(settings.review, floors)
     judges: tuple[Judge | None, ...] = (
         LikelihoodJudge() if settings.likelihood.target_column is not None else None,
         QuestionJudge(asking.named) if isinstance(asking, QuestionAsking) else None,

@@ -199,7 +199,7 @@ def require_uses(settings: JobSettings, parts: Parts, available: Sequence[str]) 
     another one."""
     require_batch_file(settings, available)
     if parts.compression is not None:
-        parts.compression.require_use(available)
+        parts.compression.require_use(settings.rationales, available)
 
 
 def local_models(settings: JobSettings) -> list[Path]:

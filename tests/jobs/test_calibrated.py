@@ -86,7 +86,7 @@ def test_the_probability_stands_beside_the_score_and_nothing_else_changes(model:
     make_input()
     assert score("in.parquet", "plain.parquet", **flags(model))["exit_code"] == 0
     assert score("in.parquet", calibration=save(), **flags(model))["exit_code"] == 0
-    assert read_report("plain.run.json")["calibrations"] == {}
+    assert "calibrations" not in read_report("plain.run.json")
     assert read_report()["calibrations"] == {"answer": {"method": "platt", "rows": None, "content_free": None}}
     rows, plain = read_output("out.parquet"), read_output("plain.parquet")
     assert_platt(rows)

@@ -377,7 +377,8 @@ def use_of(*questions: str, **more: Any) -> ExitUse:
 
 def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
     """The exits of a job that has learnt these."""
-    exits = Exits(ScoreSettings.of({"inputs": ("rows",), "exit": True}))
+    settings = ScoreSettings.of({"inputs": ("rows",), "exit": True})
+    exits = Exits(settings.exits, settings.flips)
     exits.policies, exits.use = policies, use
     return exits
 

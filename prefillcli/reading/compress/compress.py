@@ -10,8 +10,9 @@ from pydantic import RootModel
 
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.errors import UsageError, counted
-from prefillcli.options.option import COMPRESSION, changed, details_of
-from prefillcli.options.settings import JobSettings
+from prefillcli.options.followup import WritingOptions
+from prefillcli.options.option import changed
+from prefillcli.options.reading import CompressionOptions, FlipOptions
 from prefillcli.reading.compress.compressor import KeepChoice, WindowCompressor, compressor_of
 from prefillcli.reading.compress.load import RemoteDraft
 from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
@@ -68,20 +69,20 @@ class KeepRate(Finding, RootModel[float]):
 class Compress(Reading, Judge):
     """Compression in a job. The plan of the job has the keep rate that `--keep auto` has chosen."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.settings = settings
-        self.groups = added({"audit": settings.flips.audit})
+    def __init__(self, options: CompressionOptions, flips: FlipOptions, seed: int) -> None:
+        self._options, self._seed = options, seed
+        self.groups = added({"audit": flips.audit})
         self._methods: Mapping[str, int] = {}
         self._windows: WindowCompressor | None = None
 
-    def require_use(self, columns: Collection[str]) -> None:
-        """Raise UsageError if nothing of rows with these columns would be compressed."""
-        settings = self.settings
-        if settings.uses_draft and settings.rationales.speculates_by_draft:
+    def require_use(self, texts: WritingOptions, columns: Collection[str]) -> None:
+        """Raise UsageError if nothing of rows with these columns would be compressed, and the draft guesses no
+        tokens of `texts` either."""
+        if self._options.uses_draft and texts.speculates_by_draft:
             return
-        if not settings.compression.is_given("keep") and "keep" not in columns:
+        if not self._options.is_given("keep") and "keep" not in columns:
             guessing = "--speculation draft if it is to guess tokens of rationales, "
-            guessing = guessing if settings.rationales.rationale else ""
+            guessing = guessing if texts.rationale else ""
             raise UsageError(
                 "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
                 f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
@@ -89,17 +90,16 @@ class Compress(Reading, Judge):
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         own = {name: values.pop(name, None) for name in HASHED}
-        rest = [name for name in values if details_of(type(self.settings), name).panel == COMPRESSION]
-        rest_values = {name: values.pop(name) for name in rest}
-        found = {"compression": hash_value([*map(list, own.items()), *changed(type(self.settings), rest_values)])}
-        draft = self.settings.compression.draft
-        if self.settings.uses_draft:  # it is identified by the contents of its files
+        rest = {name: values.pop(name) for name in [*values] if name in CompressionOptions.model_fields}
+        found = {"compression": hash_value([*map(list, own.items()), *changed(CompressionOptions, rest)])}
+        draft = self._options.draft
+        if self._options.uses_draft:  # it is identified by the contents of its files
             return found
-        return found | {"draft": hash_value([draft, self.settings.input.seed] if draft == "random" else draft)}
+        return found | {"draft": hash_value([draft, self._seed] if draft == "random" else draft)}
 
     def read_as(self) -> list[Any]:
         """Return how prompts are read, as a value to hash: exits learn from the answers and are used again later."""
-        return [self.settings.compression.keep, asdict(compression_of(self.settings.compression))]
+        return [self._options.keep, asdict(compression_of(self._options))]
 
     def begin(self, run: Run) -> None:
         """Count on from the rows that earlier attempts have written."""
@@ -121,12 +121,12 @@ class Compress(Reading, Judge):
         workers."""
         remote = scorer.pool.remote
         draft = scorer.models.beside.get("draft") if remote is None else RemoteDraft(remote)
-        return compressor_of(self.settings, scorer.inputs.opened, draft, scorer.plans.plan)
+        return compressor_of(scorer.settings, scorer.inputs.opened, draft, scorer.plans.plan)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         if reached.sink is not None:
             plan = reached.sink.plan
-            report.add(KeepRate(keep_rate(self.settings.compression, plan)))
+            report.add(KeepRate(keep_rate(self._options, plan)))
             report.add(KeepTrials.model_validate(plan["keep_auto"]) if "keep_auto" in plan else None)
 
 

@@ -10,8 +10,7 @@ from prefillcli.core.roles import Judge, Reading
 from prefillcli.engines.base import PLAIN, EarlyExits, Treatment
 from prefillcli.errors import UsageError
 from prefillcli.models.open import WORDS
-from prefillcli.options.option import EARLY_EXIT, details_of
-from prefillcli.options.settings import JobSettings
+from prefillcli.options.reading import ExitOptions, FlipOptions
 from prefillcli.plan.pack import carried_by_few, in_full
 from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.full_rows import FullRows
@@ -44,9 +43,9 @@ class Exits(Reading, Judge):
     """The exits of a job: learnt before its first window, at work between layers, and watched. `read_as` states how
     prompts are read otherwise. Raises UsageError for a wrong exit profile."""
 
-    def __init__(self, settings: JobSettings, read_as: Sequence[Any] = ()) -> None:
-        self.settings = settings
-        self.groups = added({"exits": True, "label_scores": True, "audit": settings.flips.audit})
+    def __init__(self, options: ExitOptions, flips: FlipOptions, read_as: Sequence[Any] = ()) -> None:
+        self._options = options
+        self.groups = added({"exits": True, "label_scores": True, "audit": flips.audit})
         self.profile: ExitProfile | None = None
         """The profile that an earlier job has learnt."""
         self.policies: dict[int, ExitPolicy] = {}
@@ -68,30 +67,26 @@ class Exits(Reading, Judge):
         self._first_rows: Counter[int] = Counter()
         self._first_seconds: dict[int, float] = {}
         self._spared = 0
-        if settings.exits.exit_profile is not None:
-            self.profile = exit_profile_at(settings.exits.exit_profile)
+        if options.exit_profile is not None:
+            self.profile = exit_profile_at(options.exit_profile)
 
     def require_models(self, opened: Opened) -> None:
         """Raise UsageError where these models cannot decide rows early."""
-        narrow = self.settings.exits.narrow
+        narrow = self._options.narrow
         if narrow is not None:
             from prefillcli.models.dtype import require_faster
             from prefillcli.walk.narrow import check_narrow
 
             check_narrow(narrow, opened.device, str(opened.files.origin) if opened.files.encoder else None)
             require_faster(narrow, opened.files.dtype, opened.device)
-        if (
-            opened.files.head is not None
-            and self.settings.exits.first
-            and any(not each.files.head for each in opened.small)
-        ):
+        if opened.files.head is not None and self._options.first and any(not each.files.head for each in opened.small):
             raise UsageError(
                 "--first: the model's classification head is read, and the first model has only tokens\n"
                 "give a first model with a head, or read the model's next token with --head vocabulary"
             )
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
-        own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
+        own = [name for name in values if name in {**ExitOptions.model_fields, **FlipOptions.model_fields}]
         hashed = {name: values.pop(name) for name in own}
         if first := hashed.pop("first", None):  # a model is identified by its contents, as a draft is
             hashed["first"] = first == WORDS
@@ -107,16 +102,16 @@ class Exits(Reading, Judge):
         """Raise UsageError for an exit profile of another job, once the fingerprint is known."""
         if self.profile is not None:
             job = job_of_exits(inputs, fingerprint, self._read_as)
-            require_same_job(self.profile, self.settings.exits.exit_profile, job)
+            require_same_job(self.profile, self._options.exit_profile, job)
 
     def learn(self, run: Run, scorer: ModelScorer) -> None:
         """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
-        if self.settings.estimate.estimate is not None:
+        if run.settings.estimate.estimate is not None:
             return
         with run.clock.phase("exits"):
             rows = FullRows(run, scorer, readers_of(scorer))
             learning: Learning
-            if self.settings.exits.rare_option is None:
+            if self._options.rare_option is None:
                 learning = ExitLearning(rows, self.profile, self._read_as)
             else:
                 learning = RareLearning(rows, self._read_as)
