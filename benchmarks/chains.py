@@ -36,13 +36,13 @@ from prefillcli.reading.exits import proof
 from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.policy import ExitPolicy, Probe
 from prefillcli.reading.exits.proof import (
-    CalibrationRows,
     ExitCosts,
-    calibrate_exits,
-    calibration_rows,
+    LearningRows,
     exit_costs,
     halves,
+    learning_rows,
     observed_layers,
+    prove_exits,
     work_of,
 )
 from prefillcli.rows.records import BEFORE
@@ -95,10 +95,10 @@ class Material:
             log(f"{called}: {self.known(layer)}")
         self.costs = replace(exit_costs(config), first=paid)
 
-    def rows(self, chosen: Int64Array, layers: Sequence[int]) -> CalibrationRows:
+    def rows(self, chosen: Int64Array, layers: Sequence[int]) -> LearningRows:
         """Rows that have their number for a reading after these layers."""
         number = Readings(chosen[:, None].astype(np.float32), self.final[chosen], self.final[chosen])
-        return CalibrationRows(dict.fromkeys(layers, number), self.final[chosen], self.weights[chosen])
+        return LearningRows(dict.fromkeys(layers, number), self.final[chosen], self.weights[chosen])
 
     def known(self, layer: int) -> str:
         """What a first model knows, by a probe fitted to some rows, each of which is left out of the fit once: the
@@ -108,7 +108,7 @@ class Material:
         for count in sorted({min(each, len(order)) for each in (700, 2_000, len(order))}):
             own, every = np.sort(order[:count]), self.readings[layer]
             readings = Readings(*(getattr(every, each.name)[own] for each in fields(Readings)))
-            rows = CalibrationRows({layer: readings}, self.final[own], self.weights[own])
+            rows = LearningRows({layer: readings}, self.final[own], self.weights[own])
             found = proof.candidate_of(rows, layer, 0)
             shares = [f"{decided_in_hindsight(found, rows.truth, most):.0%}" for most in (0.01, 0.02, 0.05)]
             said.append(f"{count:,} rows {found.correlation:.2f}, {', '.join(shares)} at 1, 2, 5 %")
@@ -119,7 +119,7 @@ class Material:
         """Within it, each layer's probe is fitted once for all chains and bounds: the half of the rows is the same."""
         fit, found = proof.candidate_of, {}
 
-        def once(rows: CalibrationRows, layer: int, seed: int) -> proof.Candidate:
+        def once(rows: LearningRows, layer: int, seed: int) -> proof.Candidate:
             if layer not in found:
                 numbers, every = rows.readings[layer].hidden[:, 0].astype(np.int64), self.readings[layer]
                 own = Readings(*(getattr(every, each.name)[numbers] for each in fields(Readings)))
@@ -177,7 +177,7 @@ def job(number: int) -> dict[tuple[str, float, str], Outcome]:
         with material.fitted_once():
             for name, layers in material.chains.items():
                 for most in allowed:
-                    learnt = calibrate_exits(
+                    learnt = prove_exits(
                         material.rows(rows, layers), layers=material.depth, max_flips=most, costs=material.costs, of=of
                     )
                     for way, counted in ways.items():
@@ -186,7 +186,7 @@ def job(number: int) -> dict[tuple[str, float, str], Outcome]:
     return found
 
 
-def outcome(policy: ExitPolicy | None, rows: CalibrationRows, costs: ExitCosts, depth: int) -> Outcome:
+def outcome(policy: ExitPolicy | None, rows: LearningRows, costs: ExitCosts, depth: int) -> Outcome:
     """What a chain does to rows."""
     counts = np.bincount(rows.truth, minlength=rows.labels).tolist()
     if policy is None:
@@ -242,7 +242,7 @@ def collected(case: str, first: str, dtype: str) -> Arrays:
             layers = () if first else observed_layers(depth)
             questions = [Request(prompt) for prompt in prompts[: COMPARED if first else None]]
             answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
-            rows = calibration_rows(questions, answers, layers, len(inputs.labels.names))
+            rows = learning_rows(questions, answers, layers, len(inputs.labels.names))
             if first:
                 read = readers_of(scorer)[BEFORE][1].read(prompts, lambda tokens: None)
                 cost = per_token(read, prompts) / per_token(answers, prompts)

@@ -52,8 +52,8 @@ def walk(
     loaded = load_walk(Opened(files, torch.device("cpu"), None, small, files.max_length), settings)
     engine = loaded.engine
     if narrow is not None:
-        engine = TorchEngine(loaded.small_walk(chunk_tokens=loaded.plan["chunk_tokens"]), limits=engine.limits)
-    about = {"threads": torch.get_num_threads(), "chunk_tokens": loaded.plan["chunk_tokens"]}
+        engine = TorchEngine(loaded.small_walk(chunk_tokens=loaded.settled["chunk_tokens"]), limits=engine.limits)
+    about = {"threads": torch.get_num_threads(), "chunk_tokens": loaded.settled["chunk_tokens"]}
     about |= {"pack_tokens": engine.limits.tokens, "narrow": narrow, **options}
     with ExitStack() as stack:
         stack.callback(loaded.close)

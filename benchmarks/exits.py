@@ -27,12 +27,12 @@ from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
 from prefillcli.reading.exits.proof import (
-    CalibrationRows,
-    ExitCalibration,
-    calibrate_exits,
-    calibration_rows,
+    ExitProof,
+    LearningRows,
     exit_costs,
+    learning_rows,
     observed_layers,
+    prove_exits,
 )
 from prefillcli.rows.records import Prompt
 from prefillcli.scoring.opening import open_inputs, open_rows
@@ -107,17 +107,17 @@ def depth_of(scorer: ModelScorer) -> int:
     return depth
 
 
-def read_in_full(scorer: ModelScorer, prompts: list[Prompt]) -> CalibrationRows:
+def read_in_full(scorer: ModelScorer, prompts: list[Prompt]) -> LearningRows:
     """The rows that exits are learnt on."""
     layers, questions = observed_layers(depth_of(scorer)), [Request(prompt) for prompt in prompts]
     answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
-    return calibration_rows(questions, answers, layers, len(scorer.inputs.labels.names))
+    return learning_rows(questions, answers, layers, len(scorer.inputs.labels.names))
 
 
-def calibrate(scorer: ModelScorer, rows: CalibrationRows, max_flips: float) -> ExitCalibration:
+def calibrate(scorer: ModelScorer, rows: LearningRows, max_flips: float) -> ExitProof:
     """The exits that these rows prove."""
     begun = time.process_time()
-    found = calibrate_exits(
+    found = prove_exits(
         rows,
         layers=depth_of(scorer),
         max_flips=max_flips,
@@ -152,7 +152,7 @@ def timed(
 
 def outcome(
     scorer: ModelScorer,
-    found: ExitCalibration,
+    found: ExitProof,
     full: list[Answer],
     run: list[Answer],
     whole: list[float],
@@ -210,7 +210,7 @@ def print_table(found: dict[str, Any]) -> None:
             )
 
 
-def _layers(found: ExitCalibration) -> str:
+def _layers(found: ExitProof) -> str:
     return ", ".join(str(each.layer + 1) for each in found.findings.exits)
 
 

@@ -282,7 +282,7 @@ def text_task(inputs: Inputs, models: Models[Any], tokens: int) -> TextTask:
 
 def text_methods(names: Sequence[str], models: Models[Any]) -> list[TextMethod]:
     """The ways to write by name, the reference among them."""
-    model, chunk, small = models.engine.walk.model, models.plan["chunk_tokens"], models.opened.draft
+    model, chunk, small = models.engine.walk.model, models.settled["chunk_tokens"], models.opened.draft
     models.engine.close()  # each run sets the model up as it needs it
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The models of a job, ready to work: the engine, small models beside it, and their plan."""
+"""The models of a job, ready to work: the engine, small models beside it, and what they have settled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 class Models(Generic[AnyEngine]):
     """Models ready to work.
 
-    A resumed run must take over the `plan`, so that it cuts the same packs. `before` is the plan of an earlier attempt
-    with the same settings, else empty. With `planned` another worker has made the plan for all.
+    A resumed run must take over what is `settled`, so that it cuts the same packs. `before` is that of an earlier
+    attempt with the same settings, else empty. With `planned` another worker has settled it for all.
     """
 
     engine: AnyEngine
     opened: Opened
     settings: JobSettings
-    plan: dict[str, Any]
+    settled: dict[str, Any]
     before: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = False
     budget: int = 0

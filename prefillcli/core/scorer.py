@@ -48,8 +48,8 @@ class Remote(Protocol):
     """Workers, and what they have loaded beside the model."""
 
     @property
-    def plan(self) -> Mapping[str, Any]:
-        """The plan with which they loaded the models."""
+    def settled(self) -> Mapping[str, Any]:
+        """What was settled as they loaded the models."""
 
     def ask_beside(
         self, name: str, tasks: Sequence[tuple[Any, Plan]], took: Callable[[int, Any, Exception | None], None]
@@ -96,31 +96,31 @@ class ScoringPool(PlanEngine, Protocol):
         """Return the work so far."""
 
 
-class Plans(Protocol):
-    """The store of a job's plan, which all attempts at the job share: everything that they must have in common, like
-    the sizes of packs and findings from before the first window."""
+class Ledger(Protocol):
+    """The store of what a job has settled for all attempts at it, like the sizes of packs and what was learnt before
+    the first window."""
 
     @property
-    def plan(self) -> Mapping[str, Any]:
-        """The plan so far; empty at first."""
+    def settled(self) -> Mapping[str, Any]:
+        """What is settled so far; empty at first."""
 
-    def save_plan(self, plan: Mapping[str, Any]) -> None:
-        """Store this plan instead of the one before."""
-
-
-class PlansInMemory:
-    """`Plans` that end with the process."""
-
-    def __init__(self, plan: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.plan = plan
-
-    def save_plan(self, plan: Mapping[str, Any]) -> None:
-        self.plan = plan
+    def settle(self, settled: Mapping[str, Any]) -> None:
+        """Store this instead of what was settled before."""
 
 
-def save_plan_of(models: LoadedModels, plans: Plans) -> None:
-    """Store the plan of models that are loaded now, with the entries of `KEPT` of the one before."""
-    plans.save_plan({**models.plan, **{name: value for name, value in plans.plan.items() if name in KEPT}})
+class LedgerInMemory:
+    """A `Ledger` that ends with the process."""
+
+    def __init__(self, settled: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.settled = settled
+
+    def settle(self, settled: Mapping[str, Any]) -> None:
+        self.settled = settled
+
+
+def settle_models(models: LoadedModels, ledger: Ledger) -> None:
+    """Store what the models that are loaded now have settled, with the entries of `KEPT` from before."""
+    ledger.settle({**models.settled, **{name: value for name, value in ledger.settled.items() if name in KEPT}})
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class LoadedModels:
 
     pool: ScoringPool
     """Answers packs."""
-    plan: Mapping[str, Any]
+    settled: Mapping[str, Any]
     """What another attempt at the job needs to load the same."""
     close: Callable[[], None]
     beside: Mapping[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class ModelScorer:
 
     inputs: Inputs
     models: LoadedModels
-    plans: Plans
+    ledger: Ledger
     read: Callable[..., tuple[list[Request], int]] | None = None
     """Decides how prompts are read, where that is not in full: see `requests`."""
 

@@ -350,10 +350,10 @@ RESIDENT = LayerOptions(weights="resident", hidden="device")  # all on the devic
 class LoadRequest:
     """What an engine is loaded with; each takes the fields that it needs.
 
-    `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty. With
-    `planned` it is the plan of another worker of this attempt, and binding. `measured` comes from a profile of the
-    model. `share` is the engine's part of the free memory: other workers take the rest. `layers` say which data may be
-    kept outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to
+    `options` are those of the engine itself. `before` is what an earlier attempt at the job has settled, or empty.
+    With `planned` it is what another worker of this attempt has settled, and binding. `measured` comes from a profile
+    of the model. `share` is the engine's part of the free memory: other workers take the rest. `layers` say which data
+    may be kept outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to
     `text_tokens`, beginnings and guesses included, are written after the prompts that `texts_of` names; 0: none are.
     The layer walk asks `plan_weights` how the weights are kept, when the draft is loaded (None: all on the device).
     """
@@ -380,13 +380,13 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 class Loaded(Generic[AnyEngine]):
     """An engine, ready to answer.
 
-    A resumed run must take over `plan` to cut the same packs; it is empty where the engine plans by itself. `budget`
-    is the number of bytes that packs may take, where prefill decides it. No pack takes less than `pack_seconds`, the
-    time to read the weights.
+    A resumed run must take over `settled` to cut the same packs; it is empty where the engine plans by itself.
+    `budget` is the number of bytes that packs may take, where prefill decides it. No pack takes less than
+    `pack_seconds`, the time to read the weights.
     """
 
     engine: AnyEngine
-    plan: dict[str, Any] = field(default_factory=dict)
+    settled: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
     pack_seconds: float = 0.0
 

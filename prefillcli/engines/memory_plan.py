@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
 
-REDUCED = "reduced"  # the entry of a job's plan for the sizes of chunks and packs since memory ran out
-# The entry in the plan of a job that writes texts: whether K,V survive scoring, why, and the room for them in tokens
+REDUCED = "reduced"  # what a job has settled as the sizes of chunks and packs since memory ran out
+# What a job that writes texts has settled: whether K,V survive scoring, why, and the room for them in tokens
 # and bytes.
 TEXTS = "texts"
 # Seconds that a pack may take: by the profile where there is one, else on a CPU by counted operations and the speed of
@@ -54,7 +54,7 @@ def plan_packs(
     texts_of: TextsOf = "all",
     share: float = 1.0,
 ) -> dict[str, Any]:
-    """The limits of one pack of the model in `budget` bytes, as that part of a job's plan.
+    """The limits of one pack of the model in `budget` bytes, as a job settles them.
 
     `measured` gives the time of a pack; without, the operations of a pack are counted where
     the device is a CPU. Packs of less than `least_tokens` would wait for
@@ -118,7 +118,7 @@ def plan_packs(
 
 
 def limits_of(plan: Mapping[str, Any]) -> Limits:
-    """The limits of one pack, by the plan of a job."""
+    """The limits of one pack, as a job has settled them."""
     return Limits(**plan["limits"])
 
 

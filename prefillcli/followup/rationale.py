@@ -279,9 +279,9 @@ class RationaleUse(Finding):
             },
         )
 
-    def take_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take over the part of a job's plan on the K,V after which texts are written."""
-        texts = plan.get(TEXTS)
+    def take_settled(self, settled: Mapping[str, Any]) -> None:
+        """Take over what a job has settled on the K,V after which texts are written."""
+        texts = settled.get(TEXTS)
         if texts is not None:
             self.kv, self.kv_reason, self.kv_bytes = texts["kv"], texts["reason"], texts["bytes"]
 
@@ -452,7 +452,7 @@ class RationaleFollowUp(FollowUp, Judge):
         )
         use.shown = list(self._shown)
         if reached.sink is not None:
-            use.take_plan(reached.sink.plan)
+            use.take_settled(reached.sink.settled)
             use.take(reached.sink.counts)
         report.add(use)
 

@@ -564,7 +564,7 @@ def _shown(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, np.ndarray) else value)
 
 
-# The key of a job's plan for the calibrations that are learnt from prompts without content.
+# The key in a job's ledger of the calibrations that are learnt from prompts without content.
 CONTENT_FREE = "content_free"
 
 
@@ -604,15 +604,15 @@ class Calibrating(Judge):
                 require_fitting("--calibration", self._file or "", each.fitted_on.job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
-        """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
+        """Learn what the model answers to prompts without content, if there is no file; the ledger keeps it."""
         if self._file is not None:
             return
-        plans = scorer.plans
-        if CONTENT_FREE in plans.plan:
-            self.calibrations = [Calibration.model_validate(each) for each in plans.plan[CONTENT_FREE]]
+        ledger = scorer.ledger
+        if CONTENT_FREE in ledger.settled:
+            self.calibrations = [Calibration.model_validate(each) for each in ledger.settled[CONTENT_FREE]]
         else:
             self.calibrations = contextual_calibrations(scorer.inputs, scorer.pool, tick)
-        plans.save_plan({**plans.plan, CONTENT_FREE: [each.model_dump(mode="json") for each in self.calibrations]})
+        ledger.settle({**ledger.settled, CONTENT_FREE: [each.model_dump(mode="json") for each in self.calibrations]})
 
     @property
     def probabilities(self) -> Mapping[str, Probabilities]:

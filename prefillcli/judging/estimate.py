@@ -54,7 +54,7 @@ _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution
 # With fewer labelled rows with the answer, or without it, the plain interval is exact, and no guess is used: a
 # variance of so few rows shows little.
 _FEW: Final = 10
-PLAN = "estimate"  # in the plan of a job
+SETTLED = "estimate"  # in the ledger of a job
 _LEAST = -1e3  # the least label log-probability: a fit takes no infinite ones
 _SHOWN = 6  # labels on the line of the terminal
 
@@ -268,7 +268,7 @@ def _asked(run: Run) -> Sequence[Labels]:
 
 
 def estimate(run: Run, exits: Exits | None, scorer: ModelScorer | None) -> None:
-    """Make the estimate that `--estimate` asks for, of a job whose output is finished, and keep it in the plan. The
+    """Make the estimate that `--estimate` asks for, of a job whose output is finished, and keep it in the ledger. The
     first models of the `exits` are those of the `scorer`; None: there are none."""
     drawn = run.inputs.source.selection().within(0, run.inputs.source.count())
     numbers, finals, seconds = _answers(run, drawn)
@@ -299,7 +299,7 @@ def estimate(run: Run, exits: Exits | None, scorer: ModelScorer | None) -> None:
         guessed_by=cast("Any", ", ".join(sorted(kinds)) or None),
         shares=shares,
     )
-    run.sink.save_plan(run.sink.plan | {PLAN: use.model_dump(mode="json")})
+    run.sink.settle(run.sink.settled | {SETTLED: use.model_dump(mode="json")})
 
 
 def estimate_audited(run: Run) -> None:
@@ -329,7 +329,7 @@ def estimate_audited(run: Run) -> None:
     use = EstimateUse(
         rows=rows, read_rows=read, audited_rows=audits, guessed_rows=guessed, guessed_by="exits", shares=shares
     )
-    run.sink.save_plan(run.sink.plan | {PLAN: use.model_dump(mode="json")})
+    run.sink.settle(run.sink.settled | {SETTLED: use.model_dump(mode="json")})
 
 
 def label_share(question: str, label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
@@ -488,7 +488,7 @@ class Estimating(Judge):
 
     def is_missing(self, run: Run) -> bool:
         """Return whether `--estimate` asks for an estimate that the job does not have yet."""
-        return self._asked and PLAN not in run.sink.plan
+        return self._asked and SETTLED not in run.sink.settled
 
     def ended(self, run: Run) -> None:
         if not self._asked:
@@ -496,5 +496,5 @@ class Estimating(Judge):
                 estimate_audited(run)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
-        found = None if reached.sink is None else reached.sink.plan.get(PLAN)
+        found = None if reached.sink is None else reached.sink.settled.get(SETTLED)
         report.add(None if found is None else EstimateUse.model_validate(found))

@@ -858,7 +858,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-PLAN = "evaluation"  # the key of a shard's plan for the plan of its evaluation, which `prefill merge` reads
+PLAN = "evaluation"  # the key in a shard's ledger of the plan of its evaluation, which `prefill merge` reads
 
 
 class Evaluating(Judge):
@@ -898,6 +898,6 @@ class Evaluating(Judge):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        plans = filter(None, map(EvaluationPlan.of_json, manifest.plan.get(PLAN) or ()))
+        plans = filter(None, map(EvaluationPlan.of_json, manifest.settled.get(PLAN) or ()))
         found = {plan.own.key: evaluate_output(output, plan, manifest.job.id_name) for plan in plans}
         report.add(Evaluations(found) if found else None)

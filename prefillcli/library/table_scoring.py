@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, cast
 import pyarrow as pa
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.core.scorer import ModelScorer, PlansInMemory, save_plan_of
+from prefillcli.core.scorer import LedgerInMemory, ModelScorer, settle_models
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
@@ -63,9 +63,9 @@ class TableScorer:
         builder = rows.make_builder(opened, labels, ())
         builder.close()  # a wrong template costs no load
         self._inputs = Inputs(rows, opened, labels, schema, builder)
-        self._plans = PlansInMemory()
-        self._models = load_here(opened, settings, labels, self._plans, share=share)
-        save_plan_of(self._models, self._plans)
+        self._ledger = LedgerInMemory()
+        self._models = load_here(opened, settings, labels, self._ledger, share=share)
+        settle_models(self._models, self._ledger)
         self._first_window = FirstWindow(labels, opened.tokenizer, settings.answers.temperature)
         self._usual: frozenset[str] | None = None  # columns of prompts, of the rows that the builder is for
         self._told = ""  # how chats get to the answer
@@ -95,7 +95,7 @@ class TableScorer:
             if not self._checked:
                 require_uses(self._inputs.settings, self._parts, rows.available)
             self._prepare(rows)
-            scorer = make_scorer(self._inputs, self._parts, self._models, self._plans)
+            scorer = make_scorer(self._inputs, self._parts, self._models, self._ledger)
             found = [each.select(schema.names) for each in self._scored(self._parts, scorer, steps)]
         added = pa.concat_tables(found or [schema.empty_table()])
         for name in added.column_names:
@@ -114,8 +114,8 @@ class TableScorer:
             schema = inputs.schema
             schema.require_distinct()
             steps.expect(inputs.source.expected_rows)
-            plans = PlansInMemory(self._plans.plan)
-            found = self._scored(parts, make_scorer(inputs, parts, self._models, plans), steps)
+            ledger = LedgerInMemory(self._ledger.settled)
+            found = self._scored(parts, make_scorer(inputs, parts, self._models, ledger), steps)
         finally:
             inputs.builder.close()
         if not found:
@@ -159,7 +159,7 @@ class TableScorer:
         inputs, calibration = scorer.inputs, parts.calibration
         if calibration is not None:
             calibration.learn(scorer, lambda tokens: steps.step(0, 0))
-        self._plans.save_plan(scorer.plans.plan)
+        self._ledger.settle(scorer.ledger.settled)
         received = ReceivedRows(inputs, parts, self._first_window, steps)
         with inputs.windows() as coming:
             try:

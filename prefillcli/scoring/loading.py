@@ -1,4 +1,4 @@
-"""The loading of a job's models: the engine, the small ones beside it, and their common plan."""
+"""The loading of a job's models: the engine, the small ones beside it, and what they have settled."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def load_models(
 ) -> Models[Engine]:
     """Load the weights and decide the size of a pack.
 
-    Commands that have no choice of an engine take the layer walk, with all of a pack on the device. `before` is the
-    plan of an earlier attempt, or empty. `share` and `planned` as in `LoadRequest`. `names` are those of the labels.
-    Raises ResourceError where the weights cannot fit, before they are loaded.
+    Commands that have no choice of an engine take the layer walk, with all of a pack on the device. `before` is
+    what an earlier attempt has settled, or empty. `share` and `planned` as in `LoadRequest`. `names`
+    are those of the labels. Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     if opened.small:
         plan_weights(settings.layers, opened)  # raises ResourceError
@@ -59,12 +59,12 @@ def load_models(
             plan_weights=partial(plan_weights, settings.layers, opened, draft=False, share=share),
         )
     )
-    same = before if planned or before.get("asked") == loaded.plan.get("asked") else {}
+    same = before if planned or before.get("asked") == loaded.settled.get("asked") else {}
     models = Models(
         loaded.engine,
         opened,
         settings,
-        dict(loaded.plan),
+        dict(loaded.settled),
         before=same,
         planned=planned,
         budget=loaded.budget or 0,

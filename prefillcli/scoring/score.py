@@ -13,7 +13,7 @@ from typing import Any
 
 from prefillcli.core.inputs import Inputs, OpenRows
 from prefillcli.core.run import Reached, Run
-from prefillcli.core.scorer import DTYPES, USUAL, Granularity, ModelScorer, save_plan_of
+from prefillcli.core.scorer import DTYPES, USUAL, Granularity, ModelScorer, settle_models
 from prefillcli.core.windows import Prefetcher, WindowSize
 from prefillcli.errors import shown, shown_report
 from prefillcli.forecast.profile import Profile, find_profile
@@ -22,7 +22,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import PIPE
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.report.verdict import ABOUT_ANSWERS, untold
-from prefillcli.rows.output.resumption import plan_of, refuse_known
+from prefillcli.rows.output.resumption import refuse_known, settled_by
 from prefillcli.rows.output.shards import ShardSink
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.records import Window
@@ -158,7 +158,7 @@ def _refuse_known_output(rows: OpenRows, models: LocalModels, output: str) -> No
 def _earlier_dtypes(rows: OpenRows, output: str) -> Sequence[str]:
     # The number formats of the models in an earlier attempt at the job; none without.
     files = rows.settings.files
-    earlier = None if files.overwrite else plan_of(output, files.shard_of)
+    earlier = None if files.overwrite else settled_by(output, files.shard_of)
     return () if earlier is None else tuple(earlier.get(DTYPES, ()))
 
 
@@ -217,7 +217,7 @@ class ScoreJob:
 
     def _score(self) -> None:
         run, parts, sink = self._run, self.parts, self._run.sink
-        sink.save_plan({**sink.plan, DTYPES: run.inputs.opened.dtypes})
+        sink.settle({**sink.settled, DTYPES: run.inputs.opened.dtypes})
         profile, forecast = self._find_profile(), None
         if profile is not None:
             forecast = RemainingTime(profile.seconds, self._expected_rows, run.settings.processes.workers)
@@ -286,10 +286,10 @@ class ScoreJob:
             run.inputs.source.require_unchanged()
             (count,) = ended  # reported at the end of the input
             if run.settings.files.shard is not None:  # for prefill merge, which judges and evaluates the whole
-                plan = sink.plan | {"max_error_rate": run.settings.files.max_error_rate}
+                settled = sink.settled | {"max_error_rate": run.settings.files.max_error_rate}
                 if parts.evaluation is not None:
-                    plan |= parts.evaluation.shard_plan()
-                sink.save_plan(plan)
+                    settled |= parts.evaluation.shard_plan()
+                sink.settle(settled)
             sink.finish(count)
         if parts.exits is not None:
             parts.exits.finished(run)
@@ -331,7 +331,7 @@ class ScoreJob:
                 models = load_here(inputs.opened, inputs.settings, inputs.labels, sink, profile=profile)
         opened.callback(models.close)
         self.reached.models = models
-        save_plan_of(models, sink)
+        settle_models(models, sink)
         return make_scorer(inputs, self.parts, models, sink)
 
     def _written(self, window: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefillcli.core.further import FurtherQuestions
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.request import AuditDraw
-from prefillcli.core.scorer import LoadedModels, ModelScorer, Plans, PlansInMemory
+from prefillcli.core.scorer import Ledger, LedgerInMemory, LoadedModels, ModelScorer
 from prefillcli.engines.base import REDUCED, Engine
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
@@ -26,38 +26,38 @@ if TYPE_CHECKING:  # these take torch along
     from prefillcli.runtime.signals import Stop
 
 
-def make_scorer(inputs: Inputs, parts: Parts, models: LoadedModels, plans: Plans | None = None) -> ModelScorer:
-    """Make a scorer of these inputs, which reads prompts as the parts define. By default its plan is the models' own,
-    and ends with the process."""
+def make_scorer(inputs: Inputs, parts: Parts, models: LoadedModels, ledger: Ledger | None = None) -> ModelScorer:
+    """Make a scorer of these inputs, which reads prompts as the parts define. By default its ledger is the models'
+    own, and ends with the process."""
     read = None if parts.compression is None else parts.compression.requests
-    return ModelScorer(inputs, models, plans or PlansInMemory(models.plan), read)
+    return ModelScorer(inputs, models, ledger or LedgerInMemory(models.settled), read)
 
 
 def load_here(
     opened: Opened,
     settings: JobSettings,
     labels: Labels,
-    plans: Plans | None = None,
+    ledger: Ledger | None = None,
     *,
     profile: Profile | None = None,
     share: float = 1.0,
 ) -> LoadedModels:
-    """Load the models in this process. `plans` have the plan of an earlier attempt; `profile` and `share` as in
+    """Load the models in this process. `ledger` has what an earlier attempt has settled; `profile` and `share` as in
     `LoadRequest`. Raises as `load_models`."""
-    kept = plans or PlansInMemory()
-    models = load_models(opened, settings, before=kept.plan, measured=profile, share=share, names=labels.names)
+    kept = ledger or LedgerInMemory()
+    models = load_models(opened, settings, before=kept.settled, measured=profile, share=share, names=labels.names)
     pool = LocalPool(models.engine, adjusting(opened), partial(_save_reduced, models.engine, kept))
-    return LoadedModels(pool, models.plan, models.close, models.beside, models.pack_seconds)
+    return LoadedModels(pool, models.settled, models.close, models.beside, models.pack_seconds)
 
 
 def start_workers(
-    inputs: Inputs, plans: Plans, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None
+    inputs: Inputs, ledger: Ledger, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None
 ) -> LoadedModels:
     """Have workers load the models. `digests` are those of the models' contents. Raises as `start_pool`."""
     from prefillcli.scoring.runners.parallel import start_pool
 
-    pool = start_pool(inputs.settings, inputs.opened, stop, before=plans.plan, profile=profile, digests=digests)
-    return LoadedModels(pool, pool.plan, pool.close)
+    pool = start_pool(inputs.settings, inputs.opened, stop, before=ledger.settled, profile=profile, digests=digests)
+    return LoadedModels(pool, pool.settled, pool.close)
 
 
 def adjusting(opened: Opened) -> Callable[[], None]:
@@ -65,12 +65,12 @@ def adjusting(opened: Opened) -> Callable[[], None]:
     return (lambda: None) if opened.threads is None else opened.threads.adjust
 
 
-def _save_reduced(engine: Engine, plans: Plans) -> None:
-    # Save in the plan the sizes that the engine fell back to when memory ran out, so that no other attempt runs out in
-    # the same way.
+def _save_reduced(engine: Engine, ledger: Ledger) -> None:
+    # Save in the ledger the sizes that the engine fell back to when memory ran out, so that no other attempt runs out
+    # in the same way.
     found = engine.reduced()
-    if found is not None and plans.plan.get(REDUCED) != asdict(found):
-        plans.save_plan({**plans.plan, REDUCED: asdict(found)})
+    if found is not None and ledger.settled.get(REDUCED) != asdict(found):
+        ledger.settle({**ledger.settled, REDUCED: asdict(found)})
 
 
 def score(

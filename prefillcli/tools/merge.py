@@ -87,7 +87,7 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
     failed = gates.judge(report)
     rate, skip = settings.files.max_error_rate, settings.files.skip_empty
     if "max_error_rate" not in settings.given:
-        rate = manifest.plan.get("max_error_rate", rate)  # as the shards were given it
+        rate = manifest.settled.get("max_error_rate", rate)  # as the shards were given it
     empty = counts.total == 0
     conclude(report, counts, max_error_rate=rate, empty_input=empty, skip_empty=skip, failed=failed)
 

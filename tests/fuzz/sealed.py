@@ -14,7 +14,7 @@ from prefillcli.errors import UsageError
 from prefillcli.forecast.profile import Profile
 from prefillcli.judging.calibration import Calibration, FittedOn, IsotonicSteps, read_calibration
 from prefillcli.reading.exits.policy import ExitProfile, LearntExits, exit_profile_at
-from prefillcli.reading.exits.proof import calibrate_exits
+from prefillcli.reading.exits.proof import prove_exits
 from prefillcli.rows.proof import sealed_text
 from tests.fuzz.damage import byte_edits, edited, value_edits, with_values
 from tests.fuzz.fuzzer import Fuzzer
@@ -24,7 +24,7 @@ from tests.unit.tools.profile.making import made_profile
 
 
 def _profile() -> ExitProfile:
-    found = calibrate_exits(population(400, seed=3), layers=LAYERS, max_flips=0.05, labels=("No", "Yes"))
+    found = prove_exits(population(400, seed=3), layers=LAYERS, max_flips=0.05, labels=("No", "Yes"))
     exits = None if found.policy is None else found.policy.to_json()
     learnt = LearntExits(labels=("No", "Yes"), label_tokens="blake3:cc", exits=exits, findings=found.findings)
     return ExitProfile(

@@ -148,8 +148,8 @@ def test_the_report_says_what_left_where(exited: Path) -> None:
     left = [row for row in rows if row["exit_layer"] is not None]
     assert report["methods"]["early-exit"] == len(left)
     assert report["tokens"]["skipped"] > 0
-    assert exits["status"] == "calibrated"
-    assert exits["calibration_rows"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in own["classes"])
+    assert exits["status"] == "learnt"
+    assert exits["rows_in_full"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in own["classes"])
     assert {int(name) for name in exits["by_layer"] if name != "full"} == {row["exit_layer"] for row in left}
     assert own["predicted_gain"] > 1
     assert exits["layers_gain"] > 1
@@ -235,7 +235,7 @@ def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, t
     flags = EXITS | {"exit_rows": 40}
     assert score(tonight, model=deep_model, exit_profile=exited / "out.exit.json", **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    assert (exits["status"], exits["calibration_rows"]) == ("reused", 40)
+    assert (exits["status"], exits["rows_in_full"]) == ("reused", 40)
     learnt = json.loads((exited / "out.exit.json").read_text())
     assert [each["layer"] - 1 for each in exits["questions"]["answer"]["layers"]] == [
         each["layer"] for each in learnt["questions"][0]["exits"]
@@ -285,7 +285,7 @@ def test_too_few_rows_prove_nothing(deep_model: Path, in_full: list[dict[str, An
     assert score(few, model=deep_model, **EXITS)["status"] == "complete"
     rows, exits = read_output("out.parquet"), read_report()["exits"]
     assert exits["status"] == "none"
-    assert "calibration rows" in exits["reason"]
+    assert "learning rows" in exits["reason"]
     assert {row["method"] for row in rows} == {"full"}
     for row, full in zip(rows, in_full, strict=False):
         assert row["score"] == pytest.approx(full["score"], abs=1e-5)
@@ -359,20 +359,20 @@ def test_an_engine_that_has_no_exits_refuses_them(data: Path, deep_model: Path, 
         score(data, model=deep_model, engine="hf", **(EXITS | flags))
 
 
-class Plans(SimpleNamespace):
-    """A sink that keeps its plan in memory."""
+class Kept(SimpleNamespace):
+    """A sink that keeps in memory what is settled."""
 
-    def save_plan(self, plan: dict[str, Any]) -> None:
-        self.plan = plan
+    def settle(self, settled: dict[str, Any]) -> None:
+        self.settled = settled
 
 
-def job_with(sink: Plans) -> Any:
+def job_with(sink: Kept) -> Any:
     return SimpleNamespace(sink=sink)
 
 
 def use_of(*questions: str, **more: Any) -> ExitUse:
-    own = {name: QuestionExits(status="calibrated") for name in questions}
-    return ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4, questions=own, **more)
+    own = {name: QuestionExits(status="learnt") for name in questions}
+    return ExitUse(status="learnt", max_flips=FLIPS, model_layers=4, questions=own, **more)
 
 
 def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
@@ -385,12 +385,12 @@ def at_work(policies: dict[int, ExitPolicy], use: ExitUse) -> Any:
 
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
-    sink = Plans(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"answer": audited}))
+    sink = Kept(settled={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use_of("answer"))
     exits.window_written(job_with(sink), window=4)
     assert not exits.policies
     assert exits.treatment({}, frozenset()) == PLAIN
-    assert sink.plan["exits"]["ended"]["answer"]["stopped_window"] == 5
+    assert sink.settled["exits"]["ended"]["answer"]["stopped_window"] == 5
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
@@ -398,12 +398,12 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
     use = use_of("answer", flips_of=flips_of)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
-    few = Plans(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
+    few = Kept(settled={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use.model_copy())
     exits.window_written(job_with(few), window=4)
     assert (not exits.policies) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
-    many = Plans(plan={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
+    many = Kept(settled={"exits": {}}, counts=Counts(audited_exits={"answer": audited}))
     exits = at_work({0: ExitPolicy(())}, use.model_copy())
     exits.window_written(job_with(many), window=4)
     assert not exits.policies
@@ -417,7 +417,7 @@ def test_the_flips_of_all_rows_are_bounded_together(
     assert score(data, "out.jsonl", model=deep_model, quiet=False, workers=2, **flags)["status"] == "complete"
     assert "50. Without a flip, that many prove at most 5.82% flips" in capsys.readouterr().err
     rows, exits = read_output("out.jsonl"), read_report()["exits"]
-    assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("calibrated", "all", 50)
+    assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("learnt", "all", 50)
     assert [(each["label"], each["judged"]) for each in exits["questions"]["answer"]["classes"]] == [("all rows", 50)]
     assert set(exits["questions"]["answer"]["layers"][0]["thresholds"]) == set(NAMES)
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 4
@@ -492,7 +492,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     assert score(data, model=deep_model, **flags)["status"] == "complete"
     exits = read_report()["exits"]
     asked = exit_proof.rows_to_learn(0.2, classes=2)
-    assert asked < exits["calibration_rows"] <= ROWS / 2
+    assert asked < exits["rows_in_full"] <= ROWS / 2
     # With one flip, 20 % take 22 judged rows of an answer.
     assert min(each["judged"] for each in exits["questions"]["answer"]["classes"]) >= 22
 
@@ -702,11 +702,11 @@ def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_m
 
 def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"calm": {"t": AuditedExits(200, 150, 2)}, "wild": {"t": AuditedExits(90, 80, 40)}}
-    sink = Plans(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    sink = Kept(settled={"exits": {}}, counts=Counts(audited_exits=audited))
     exits = at_work({0: ExitPolicy(()), 1: ExitPolicy(())}, use_of("calm", "wild"))
     exits.window_written(job_with(sink), window=4)
     assert list(exits.policies) == [0]
-    assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("calibrated", 5)
+    assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("learnt", 5)
     assert "--exit: question wild: 40 of 90" in capsys.readouterr().err
     sink.counts.audited_exits = {"calm": audited["wild"]}
     exits.use.questions["wild"].status = "none"
@@ -948,7 +948,7 @@ def test_recall_and_precision_of_the_first_label_hold(
     rare = exits["rare"]
     assert rare["accepted"] == sum(row["prediction"] == label for row in decided)
     assert rare["refused"] == len(decided) - rare["accepted"]
-    assert (rare["label"], rare["recall"], exits["calibration_rows"]) == (label, 0.9, 60 + rare["sampled"])
+    assert (rare["label"], rare["recall"], exits["rows_in_full"]) == (label, 0.9, 60 + rare["sampled"])
     assert not Path("whole.exit.json").exists()
 
     for lost in (False, True):

@@ -185,11 +185,11 @@ def test_a_first_model_leaves_room_for_what_the_next_window_begins_with(data: Pa
     given = {"inputs": [str(data)], "model": str(large), "first": str(reward), "memory": "150MiB", **FIRST}
     settings = load_settings(ScoreSettings, given, environment={})
     models = load_job.load_models(open_models(settings), settings)
-    own, first = models.engine.limits, Limits(**models.plan["first"][0]["limits"])
+    own, first = models.engine.limits, Limits(**models.settled["first"][0]["limits"])
     models.close()
     held = own.held_tokens * 24 * 2 * 2 * 32 * 4  # layers, K and V, heads, width of a head, bytes
     law = memory_law(models.opened.small[0].files.config, torch.float32, 1)
-    chunk = models.plan["first"][0]["chunk_tokens"]
+    chunk = models.settled["first"][0]["chunk_tokens"]
     assert held > 20 << 20
     assert held + law.constant(chunk, torch.device("cpu")) + first.max_tokens * law.token <= 150 << 20
 

@@ -67,7 +67,7 @@ class KeepRate(Finding, RootModel[float]):
 
 
 class Compress(Reading, Judge):
-    """Compression in a job. The plan of the job has the keep rate that `--keep auto` has chosen."""
+    """Compression in a job. The ledger of the job has the keep rate that `--keep auto` has chosen."""
 
     def __init__(self, options: CompressionOptions, flips: FlipOptions, seed: int) -> None:
         self._options, self._seed = options, seed
@@ -121,11 +121,11 @@ class Compress(Reading, Judge):
         workers."""
         remote = scorer.pool.remote
         draft = scorer.models.beside.get("draft") if remote is None else RemoteDraft(remote)
-        return compressor_of(scorer.settings, scorer.inputs.opened, draft, scorer.plans.plan)
+        return compressor_of(scorer.settings, scorer.inputs.opened, draft, scorer.ledger.settled)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         if reached.sink is not None:
-            plan = reached.sink.plan
+            plan = reached.sink.settled
             report.add(KeepRate(keep_rate(self._options, plan)))
             report.add(KeepTrials.model_validate(plan["keep_auto"]) if "keep_auto" in plan else None)
 

@@ -253,7 +253,7 @@ def why_in_full(request: Request) -> str | None:
 def compressor_of(
     settings: JobSettings, opened: Opened, draft: Any, plan: Mapping[str, Any] = MappingProxyType({})
 ) -> Compressor:
-    """Return the compressor of a job, to the rate of the settings or, with `--keep auto`, of the job's plan.
+    """Return the compressor of a job, to the rate of the settings or, with `--keep auto`, of the job's ledger.
 
     Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
@@ -367,15 +367,15 @@ ALMOST_ALL = 0.95  # share of a window's tokens: a job with a keep rate that sti
 class WindowCompressor:
     """Decides how the model reads the prompts of each window of a `scorer`.
 
-    With `--keep auto` it chooses the rate, which the plan of the scorer has from then on. `methods` has the number of
-    rows that were scored before, by method.
+    With `--keep auto` it chooses the rate, which the ledger of the scorer has from then on. `methods` has the number
+    of rows that were scored before, by method.
     """
 
     def __init__(self, scorer: ModelScorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
         self.compressor = compressor
         self._scorer = scorer
         self._settings: JobSettings = scorer.settings
-        self._chooses = self._settings.compression.keep == "auto" and "keep" not in scorer.plans.plan
+        self._chooses = self._settings.compression.keep == "auto" and "keep" not in scorer.ledger.settled
         self._methods = Counter(methods)
         self._warned = False
 
@@ -453,8 +453,7 @@ class WindowCompressor:
         chosen = draw(able, self._settings.flips.audit or rows_for(max_flips, ALLOWED_FLIPS), window.index)
         choice = choose_keep(self.compressor, scorer.pool, prompts, estimates, chosen, max_flips, tick)
         self.compressor.keep, self._chooses = choice.keep, False
-        plans = scorer.plans
-        plans.save_plan({**plans.plan, "keep": choice.keep, "keep_auto": asdict(choice)})
+        scorer.ledger.settle({**scorer.ledger.settled, "keep": choice.keep, "keep_auto": asdict(choice)})
         if choice.keep == 1:
             log.warning(f"--keep auto: {_why_all(choice, len(chosen), max_flips)}")
 

@@ -122,8 +122,8 @@ def load_draft(models: Models[Any]) -> Draft | None:
         return None
     if not models.planned:
         before = models.before.get("draft", {})
-        models.plan["draft"] = plan_draft(opened, compression, models.budget, settings.packs.chunk_tokens, before)
-    plan, told = models.plan["draft"], set()
+        models.settled["draft"] = plan_draft(opened, compression, models.budget, settings.packs.chunk_tokens, before)
+    plan, told = models.settled["draft"], set()
 
     def warn(error: BaseException) -> None:
         text = f"{type(error).__name__}: {brief(error)}"
@@ -182,7 +182,7 @@ class RemoteDraft:
     def estimate(
         self, prompts: Sequence[Int32Array], tick: Tick, overlaps: Sequence[Overlap] | None = None
     ) -> list[ImportanceEstimate]:
-        limits = Limits(**self._pool.plan["draft"]["limits"])
+        limits = Limits(**self._pool.settled["draft"]["limits"])
         most = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
         able = [number for number, tokens in enumerate(prompts) if len(tokens) <= most]
         plan = make_plan([prompts[number] for number in able], limits)

@@ -223,8 +223,8 @@ class Exits(Reading, Judge):
                 "reason": f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {allowed:g} explains: the "
                 "rows are not like those that the exits were learnt on",
             }
-            before = sink.plan[EXITS]
-            sink.save_plan(sink.plan | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}})
+            before = sink.settled[EXITS]
+            sink.settle(sink.settled | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}})
             self.use = with_ends(self.use, {name: ended})
             option = "--first" if self.use.first else "--exit"
             of = of_question_text(self.use.told_apart(name))
@@ -239,7 +239,7 @@ class Exits(Reading, Judge):
         if reached.sink is None:
             return
         use = self.use
-        use = stored_exit_use(reached.sink.plan) if use is None else self._in_this_run(use, report.tokens)
+        use = stored_exit_use(reached.sink.settled) if use is None else self._in_this_run(use, report.tokens)
         if use is not None:
             use.take(reached.sink.counts)
         report.add(use)
@@ -270,7 +270,7 @@ class Exits(Reading, Judge):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        use = stored_exit_use(manifest.plan)
+        use = stored_exit_use(manifest.settled)
         if use is not None and manifest.counts is not None:
             use.take(manifest.counts)
         report.add(use)

@@ -1,4 +1,4 @@
-"""What a calibration of exits finds, as exit profiles and reports hold it."""
+"""What is proven about exits, as exit profiles and reports hold it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Finding(BaseModel):
 
 
 class JudgedLabel(_Finding):
-    """Calibration rows that get one label when they are read in full, or all rows, in the form of reports."""
+    """Learning rows that get one label when they are read in full, or all rows, in the form of reports."""
 
     label: str
     fitted: int  # rows that the probes were fitted to
@@ -32,10 +32,10 @@ class JudgedLabel(_Finding):
 
 
 class ClassFinding(JudgedLabel):
-    """The same rows with the test of their levels."""
+    """The same rows with the test of their cautions."""
 
-    level: float | None  # the lowest level that passed; None: no level did, and no other label may leave early
-    levels_passed: int  # of those that were tried
+    caution: float | None  # the least caution that passed; None: none did, and no other label may leave early
+    cautions_passed: int  # of those that were tried
 
 
 class ExitFinding(_Finding):
@@ -56,7 +56,7 @@ class ExitFinding(_Finding):
 
 
 class GainPoint(_Finding):
-    """An estimate of the judged rows' exits at one level for all labels. It proves nothing."""
+    """An estimate of the judged rows' exits at one caution for all labels. It proves nothing."""
 
     leaving: float  # share of the rows
     flip_rate: float
@@ -64,14 +64,14 @@ class GainPoint(_Finding):
 
 
 class TradePoint(GainPoint):
-    """The same with the level, and the flip rates by label that the full read gives; None without such rows."""
+    """The same with the caution, and the flip rates by label that the full read gives; None without such rows."""
 
-    level: float
+    caution: float
     flip_rates: tuple[float | None, ...]
 
 
 class ExitFindings(_Finding):
-    """All that a calibration of exits found.
+    """All that was proven about exits.
 
     `reason` explains why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
     through, and `gain` the cost of reading in full divided by the cost with exits, for tokens that a row does not

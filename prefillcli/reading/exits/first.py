@@ -159,11 +159,11 @@ def load_first(models: Models[Any]) -> FirstModels:
     ResourceError."""
     if not models.planned:
         before = models.before.get("first", [])
-        models.plan["first"] = [
+        models.settled["first"] = [
             _planned(models, each, before[number] if number < len(before) else None)
             for number, each in enumerate(models.opened.small)
         ]
-    return FirstModels([_loaded(models, number, plan) for number, plan in enumerate(models.plan["first"])])
+    return FirstModels([_loaded(models, number, plan) for number, plan in enumerate(models.settled["first"])])
 
 
 def _planned(models: Models[Any], small: Small, before: dict[str, Any] | None) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class FirstReader:
         return self._models.models[self._number].read(prompts, tick)
 
     def _remote(self, workers: Remote, prompts: Sequence[FirstPrompt], tick: Tick) -> list[FirstReading | None]:
-        limits = Limits(**workers.plan["first"][self._number]["limits"])
+        limits = Limits(**workers.settled["first"][self._number]["limits"])
         able = [number for number, each in enumerate(prompts) if len(each.tokens) <= limits.max_tokens]
         plan = make_plan([prompts[number].tokens for number in able], limits)
         parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs if pack.reads]

@@ -12,7 +12,7 @@ import numpy as np
 from prefillcli.core.request import Request, plan_requests, scored_row, thinning_of
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.reading.exits.first import FirstReader, FirstReading, Reader, readings_of
-from prefillcli.reading.exits.proof import CalibrationRows, calibration_rows, reading_cost
+from prefillcli.reading.exits.proof import LearningRows, learning_rows, reading_cost
 from prefillcli.reading.exits.report import FirstUse
 from prefillcli.rows.records import Prompt, ScoredRow, joined_row
 from prefillcli.runtime import log
@@ -45,13 +45,13 @@ class ReadRows:
         for layer, found in other.first.items():
             self.first.setdefault(layer, []).extend(found)
 
-    def of_part(self, part: int, labels: int) -> CalibrationRows:
+    def of_part(self, part: int, labels: int) -> LearningRows:
         """Return the rows of the questions with this number among those about a row, which have so many labels. Each
         question has the same share of its row's tokens."""
         asked = Counter(request.prompt.row for request in self.requests)
         own = [number for number, each in enumerate(self.requests) if each.prompt.part == part]
         requests, answers = [self.requests[number] for number in own], [self.answers[number] for number in own]
-        rows = calibration_rows(requests, answers, self.layers, labels)
+        rows = learning_rows(requests, answers, self.layers, labels)
         first = {layer: readings_of([found[number] for number in own]) for layer, found in self.first.items()}
         shares = np.array([asked[each.prompt.row] for each in requests], np.float64)
         return replace(rows, readings=first | dict(rows.readings), weights=rows.weights / shares)

@@ -27,9 +27,9 @@ from prefillcli.reading.exits.policy import (
     job_of_exits,
 )
 from prefillcli.reading.exits.proof import (
-    calibrate_exits,
     exit_costs,
     observed_layers,
+    prove_exits,
     recheck_exits,
     rows_for_rarest,
     rows_to_learn,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from prefillcli.prompts.labels import Labels
 
 
-EXITS = "exits"  # in the plan of a job
+EXITS = "exits"  # in the ledger of a job
 ENDED = "ended"  # there, by question, what a report says once drift has ended its exits
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
@@ -120,10 +120,10 @@ def learnt_once(learning: Learning) -> Lesson:
         rows = list(map(_written, known))
         data = json.dumps({"profile": profile.model_dump(mode="json"), "rows": rows}).encode()
         sink.work.put_bytes(FILE, data)
-        before = sink.plan.get(EXITS, {})
+        before = sink.settled.get(EXITS, {})
         ended = {ENDED: before[ENDED]} if ENDED in before else {}  # ended by drift, and learnt again since
         learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
-        sink.save_plan(sink.plan | {EXITS: learnt | ended})
+        sink.settle(sink.settled | {EXITS: learnt | ended})
         if run.report.report is not None and run.settings.exits.exit_profile is None and use.rare is None:
             path = exits_path(run.report.report)
             try:
@@ -136,13 +136,13 @@ def learnt_once(learning: Learning) -> Lesson:
                 log.warning(f"{option}: {own.reason}; all rows are read in full")
     else:
         profile, known = found
-    return Lesson(profile, known, _use_of(sink.plan[EXITS]))
+    return Lesson(profile, known, _use_of(sink.settled[EXITS]))
 
 
 def _stored(learning: Learning) -> tuple[ExitProfile, list[ScoredRow]] | None:
     # The profile that an earlier attempt at the job learnt, and the rows that it scored.
     sink = learning.rows.run.sink
-    stored = sink.plan.get(EXITS, {})
+    stored = sink.settled.get(EXITS, {})
     if "use" not in stored:
         return None
     try:
@@ -211,7 +211,7 @@ class ExitLearning:
             confidence=profile.questions[0].findings.confidence,
             model_layers=depth,
             provable=provable,
-            calibration_rows=len({request.prompt.row for request in read.requests}),
+            rows_in_full=len({request.prompt.row for request in read.requests}),
             learnt_rows=len(known),
             first=first,
             questions=uses,
@@ -232,7 +232,7 @@ class ExitLearning:
                 log.info(f"--exit-profile{of_question_text(given.question)}: {check.text}")
             return given, check.reason
         depth: int = config.get_text_config().num_hidden_layers
-        found = calibrate_exits(
+        found = prove_exits(
             rows,
             layers=depth,
             max_flips=settings.flips.max_flips,
@@ -250,7 +250,7 @@ class ExitLearning:
     def _use(self, learnt: LearntExits, reason: str | None, reused: bool) -> QuestionExits:
         findings = learnt.findings
         return QuestionExits(
-            status="none" if reason is not None else "reused" if reused else "calibrated",
+            status="none" if reason is not None else "reused" if reused else "learnt",
             reason=reason,
             classes=list(findings.classes),
             layers=[

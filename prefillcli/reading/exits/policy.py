@@ -538,7 +538,7 @@ def require_same_job(profile: ExitProfile, path: str | None, job: Mapping[str, A
     if other:
         raise UsageError(
             f"--exit-profile {shown}: it was made for another job: different {', '.join(other)}\n"
-            "leave it out: exits are then calibrated on rows of this job"
+            "leave it out: exits are then learnt from rows of this job"
         )
     if profile.flips_of != job["flips_of"]:
         raise UsageError(

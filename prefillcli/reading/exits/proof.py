@@ -1,4 +1,4 @@
-"""The statistics of exits: layers and thresholds that calibration rows prove, and the test of them by later rows."""
+"""The statistics of exits: layers and thresholds that learning rows prove, and the test of them by later rows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _log_above(first: float, second: float, rate: float) -> float:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class CalibrationRows:
+class LearningRows:
     """Rows of a job that were read in full.
 
     `readings` are taken after each observed layer, numbered from 0. `final` are the label log-probabilities of the
@@ -144,13 +144,13 @@ class CalibrationRows:
         """The rows that each of the first models can read, masks [rows], by layer."""
         return {layer: self.read_after(layer) for layer in self.readings if layer <= BEFORE}
 
-    def chosen(self, rows: Int64Array | BoolArray) -> CalibrationRows:
+    def chosen(self, rows: Int64Array | BoolArray) -> LearningRows:
         """Return some of the rows."""
         readings = {
             layer: Readings(each.hidden[rows], each.logits[rows], each.before[rows])
             for layer, each in self.readings.items()
         }
-        return CalibrationRows(readings, self.final[rows], self.weights[rows])
+        return LearningRows(readings, self.final[rows], self.weights[rows])
 
     def sound(self) -> BoolArray:
         """Return a mask of the rows with finite values only [rows].
@@ -165,7 +165,7 @@ class CalibrationRows:
         return sound
 
 
-def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tuple[CalibrationRows, CalibrationRows]:
+def halves(rows: LearningRows, seed: int, flips_of: FlipsOf = "each") -> tuple[LearningRows, LearningRows]:
     """Return two halves with half of each class, drawn with `seed`: a row's half depends on its class and luck alone.
 
     If a class has an odd number of rows, the second half has one more. Where the flips of all rows are bounded
@@ -198,9 +198,9 @@ def observed_layers(layers: int) -> tuple[int, ...]:
     return tuple(reversed(range(layers - 2, candidates.start - 1, -step)))
 
 
-def calibration_rows(
+def learning_rows(
     requests: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
-) -> CalibrationRows:
+) -> LearningRows:
     """Return the rows of requests that were answered in full, with readings after `layers`; each answer has
     `labels`."""
 
@@ -212,7 +212,7 @@ def calibration_rows(
             np.concatenate([each.before for each in shown]),
         )
 
-    return CalibrationRows(
+    return LearningRows(
         readings={layer: joined(number) for number, layer in enumerate(layers) if answers},
         final=np.array([answer.logprobs for answer in answers], np.float64).reshape(-1, labels),
         weights=np.array([len(request.tokens) for request in requests], np.float64),
@@ -364,26 +364,26 @@ def work_of(
 
 # The lowest valid thresholds: learn-then-test with exact bounds for each class of rows.
 #
-# A *level* stands for all thresholds at once: the threshold of a label at an exit layer is the level times the spread
-# of the errors of the probe there. So a lower level lets more rows leave at every layer.
+# A *caution* stands for all thresholds at once: the threshold of a label at an exit layer is the caution times the
+# spread of the errors of the probe there. So a lower caution lets more rows leave at every layer.
 #
-# A class consists of the rows that get one label when they are read in full. Its flip rate at a level is the share of
-# its rows that some exit layer sends away with another label. The levels are tested by fixed-sequence testing
+# A class consists of the rows that get one label when they are read in full. Its flip rate at a caution is the share
+# of its rows that some exit layer sends away with another label. The cautions are tested by fixed-sequence testing
 # (Angelopoulos et al., Learn then Test, 2021, arXiv 2110.01052, section 4.2): from the safest one down, each by an
 # exact bound of the flip rate, until one fails. The order is fixed before the judged rows are looked at. So the
-# probability that the last level that passes has a higher flip rate than allowed is at most 1 - confidence, however
-# many levels are tried: to err, the first level that is too low must pass, and that is one test.
+# probability that the last caution that passes has a higher flip rate than allowed is at most 1 - confidence, however
+# many cautions are tried: to err, the first caution that is too low must pass, and that is one test.
 #
-# Each class has its own sequence, with its own rows. A label leaves at the largest of the levels of the *other*
+# Each class has its own sequence, with its own rows. A label leaves at the largest of the cautions of the *other*
 # classes: these are the rows that its exits can flip. That is valid for each class, because its flips only become
 # fewer
-# - as the level of any label rises: fewer rows are sent away at any layer;
+# - as the caution of any label rises: fewer rows are sent away at any layer;
 # - as exit layers are dropped;
 # - as rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away
 #   with a wrong one, and then cannot flip.
-# For the same reasons the test of a class does not depend on the levels of the others.
+# For the same reasons the test of a class does not depend on the cautions of the others.
 #
-# With flips_of=all all rows are one class, with one sequence of tests, and every label leaves at its level.
+# With flips_of=all all rows are one class, with one sequence of tests, and every label leaves at its caution.
 #
 # The bound is binomial (Clopper and Pearson, Biometrika 26, 1934), or, where the rows are a large part of a job,
 # hypergeometric, because they are drawn from its rows without replacement. That takes the number of a class's rows in
@@ -394,45 +394,45 @@ def work_of(
 
 
 # In the order in which they are tested: each is 2 % lower than the one before.
-LEVELS: Final = tuple(float(level) for level in np.geomspace(64, 0.02, 405))
+CAUTIONS: Final = tuple(float(caution) for caution in np.geomspace(64, 0.02, 405))
 
 
-class Level(NamedTuple):
-    """The last level that passed for a class, infinity if none did, with the flips and rows there.
+class Caution(NamedTuple):
+    """The last caution that passed for a class, infinity if none did, with the flips and rows there.
 
-    `bound` is the upper bound of the flip rate there; `passed` is the number of levels that passed.
+    `bound` is the upper bound of the flip rate there; `passed` is the number of cautions that passed.
     """
 
-    level: float
+    caution: float
     flips: int
     rows: int
     bound: float
     passed: int
 
 
-def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Array:
-    """Return the level [rows] at and below which some exit sends a row away with a wrong label; -infinity where none
+def endangered(cautions: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Array:
+    """Return the caution [rows] at and below which some exit sends a row away with a wrong label; -infinity where none
     ever does.
 
-    `levels` [exits, rows] are those at and below which the rows leave.
+    `cautions` [exits, rows] are those at and below which the rows leave.
     """
-    if not len(levels):
-        return np.full(levels.shape[1], -math.inf)
-    return np.asarray(np.where(wrong, levels, -math.inf).max(axis=0), np.float64)
+    if not len(cautions):
+        return np.full(cautions.shape[1], -math.inf)
+    return np.asarray(np.where(wrong, cautions, -math.inf).max(axis=0), np.float64)
 
 
-def lowest_level(danger: Float64Array, max_flips: float, confidence: float, of: float | None = None) -> Level:
-    """Test all levels with the rows of a class, which are `endangered` at and below the levels `danger` [rows].
+def least_caution(danger: Float64Array, max_flips: float, confidence: float, of: float | None = None) -> Caution:
+    """Test all cautions with the rows of a class, which are `endangered` at and below the cautions `danger` [rows].
 
     They are drawn from at most as many as `of`; None: from infinitely many.
     """
     rows, most = len(danger), most_flips(len(danger), max_flips, confidence, of)
-    flips = rows - np.searchsorted(np.sort(danger), LEVELS, side="left")  # at each level; never fewer at the next
+    flips = rows - np.searchsorted(np.sort(danger), CAUTIONS, side="left")  # at each caution; never fewer at the next
     passed = int(np.searchsorted(flips, most, side="right"))
     if not passed:
-        return Level(math.inf, 0, rows, flip_bound(0, rows, confidence, of), 0)
+        return Caution(math.inf, 0, rows, flip_bound(0, rows, confidence, of), 0)
     last = int(flips[passed - 1])
-    return Level(LEVELS[passed - 1], last, rows, flip_bound(last, rows, confidence, of), passed)
+    return Caution(CAUTIONS[passed - 1], last, rows, flip_bound(last, rows, confidence, of), passed)
 
 
 @lru_cache(maxsize=1024)
@@ -444,27 +444,29 @@ def most_flips(rows: int, max_flips: float, confidence: float, of: float | None 
     return flips
 
 
-def levels_of_labels(by_class: Sequence[Level], labels: int) -> tuple[float, ...]:
-    """Return the level at which each label leaves: the largest of the other classes', or that of the only class."""
+def cautions_of_labels(by_class: Sequence[Caution], labels: int) -> tuple[float, ...]:
+    """Return the caution at which each label leaves: the largest of the other classes', or that of the only class."""
     if len(by_class) == 1:
-        return (by_class[0].level,) * labels
+        return (by_class[0].caution,) * labels
     return tuple(
-        max(each.level for other, each in enumerate(by_class) if other != label) for label in range(len(by_class))
+        max(each.caution for other, each in enumerate(by_class) if other != label) for label in range(len(by_class))
     )
 
 
 def judge_classes(
-    levels: Float64Array,
+    cautions: Float64Array,
     wrong: npt.NDArray[np.bool_],
     numbers: npt.NDArray[np.int64],
     max_flips: float,
     confidence: float,
     sizes: Sequence[float | None],
-) -> tuple[Level, ...]:
-    """Return the lowest level of each class. `levels` and `wrong` are [exits, rows], `numbers` [rows] is the class of
-    each row, and `sizes` [classes] are the most rows that each class is drawn from, None where that is unknown."""
-    danger = endangered(levels, wrong)
-    return tuple(lowest_level(danger[numbers == each], max_flips, confidence, size) for each, size in enumerate(sizes))
+) -> tuple[Caution, ...]:
+    """Return the lowest caution of each class. `cautions` and `wrong` are [exits, rows], `numbers` [rows] is the class
+    of each row, and `sizes` [classes] are the most rows that each class is drawn from, None where that is unknown."""
+    danger = endangered(cautions, wrong)
+    return tuple(
+        least_caution(danger[numbers == each], max_flips, confidence, size) for each, size in enumerate(sizes)
+    )
 
 
 _SIZE_RISK: Final = 0.001  # the probability that a class has more rows than is assumed
@@ -504,7 +506,7 @@ def short_of_rows(
     most = f"it takes {needed:,} without a flip to prove at most {max_flips:.2%}"
     if not rows:
         return f"{said}, and {most}"
-    return f"{said}, and {most}: about {2 * math.ceil(total * needed / rows):,} calibration rows in all"
+    return f"{said}, and {most}: about {2 * math.ceil(total * needed / rows):,} learning rows in all"
 
 
 # The choice of exit layers: two-level scheduling (SpecEE, section 5) for rows that are all known in advance.
@@ -520,7 +522,7 @@ class Candidate(NamedTuple):
     `errors` are those of `fit_best`, `correlation` is that of predicted and final margins. It `knows` something if its
     error is small enough compared with that of the mean answer. `spread` is the root mean square of the errors of
     predicted leads. `label` [rows] is the predicted label of each row, and `reach` [rows] the lead in units of the
-    spread: a row leaves at this level and below.
+    spread: a row leaves at this caution and below.
     """
 
     layer: int
@@ -533,7 +535,7 @@ class Candidate(NamedTuple):
     reach: Float64Array
 
 
-def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
+def candidate_of(fit: LearningRows, layer: int, seed: int) -> Candidate:
     """Return the best probe for a layer. `fit` has the rows to fit it to; those without a reading there stay."""
     read = fit.read_after(layer)
     if not read.all():
@@ -551,23 +553,23 @@ def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
 
 
 def work_at(
-    exits: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
+    exits: Sequence[Candidate], cautions: Sequence[float], fit: LearningRows, layers: int, costs: ExitCosts
 ) -> Work:
-    """Return the cost of the rows that exits were fitted to, each by a prediction that left it out, at `levels`
+    """Return the cost of the rows that exits were fitted to, each by a prediction that left it out, at `cautions`
     [labels]."""
-    at = np.asarray(levels)
+    at = np.asarray(cautions)
     decided = np.stack([each.reach >= at[each.label] for each in exits])
     return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs, fit.before)
 
 
 def choose_layers(
     found: Sequence[Candidate],
-    fit: CalibrationRows,
+    fit: LearningRows,
     task: _Task,
 ) -> list[Candidate]:
     """Choose the exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
-    The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
+    The cautions are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
     layer whose probe knows nothing is not an exit: it could let a few rows leave by the toss of a coin without too
     many flips. Greedy: it adds the best layer until none saves enough more.
     """
@@ -586,15 +588,15 @@ def choose_layers(
 
 
 def without_useless(
-    chosen: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
+    chosen: Sequence[Candidate], cautions: Sequence[float], fit: LearningRows, layers: int, costs: ExitCosts
 ) -> list[Candidate]:
-    """Return the exits without those that cost more than they save at these levels: fewer exits never flip more
+    """Return the exits without those that cost more than they save at these cautions: fewer exits never flip more
     rows."""
     kept = list(chosen)
-    least = work_at(kept, levels, fit, layers, costs).share
+    least = work_at(kept, cautions, fit, layers, costs).share
     while kept:
         tries = [[other for other in kept if other is not each] for each in kept]
-        shares = [work_at(exits, levels, fit, layers, costs).share if exits else 1.0 for exits in tries]
+        shares = [work_at(exits, cautions, fit, layers, costs).share if exits else 1.0 for exits in tries]
         if min(shares) > least:
             break
         least = min(shares)
@@ -602,9 +604,9 @@ def without_useless(
     return kept
 
 
-def _allowed(exits: Sequence[Candidate], fit: CalibrationRows, task: _Task) -> tuple[float, ...]:
+def _allowed(exits: Sequence[Candidate], fit: LearningRows, task: _Task) -> tuple[float, ...]:
     reach, wrong = np.stack([each.reach for each in exits]), np.stack([each.label != fit.truth for each in exits])
-    return levels_of_labels(task.judged(reach, wrong, fit), fit.labels)
+    return cautions_of_labels(task.judged(reach, wrong, fit), fit.labels)
 
 
 def _correlation(predicted: Float64Array, final: Float64Array) -> float:
@@ -620,11 +622,11 @@ def _correlation(predicted: Float64Array, final: Float64Array) -> float:
 # Share of the full read's work that exits must save in each half of the rows, by the cost model.
 LEAST_SAVED: Final = 0.01
 _FEWEST = 20  # rows that probes are fitted to
-_CURVE: Final = tuple(float(level) for level in np.geomspace(8, 0.25, 21))
+_CURVE: Final = tuple(float(caution) for caution in np.geomspace(8, 0.25, 21))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ExitCalibration:
+class ExitProof:
     """The exits of a job, None if there are none, and the findings."""
 
     policy: ExitPolicy | None
@@ -637,7 +639,7 @@ class ExitCalibration:
 
 
 class _Task(NamedTuple):
-    """The terms of a calibration."""
+    """The terms of a proof."""
 
     names: tuple[str, ...]
     layers: int
@@ -649,21 +651,21 @@ class _Task(NamedTuple):
 
     @property
     def risk(self) -> float:
-        """The additional confidence of each test over the calibration's, because the size of a class is uncertain."""
+        """The additional confidence of each test over the proof's, because the size of a class is uncertain."""
         return _SIZE_RISK if len(self.sizes) > 1 and self.sizes[0] is not None else 0.0
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.names if self.flips_of == "each" else (ALL_ROWS,)
 
-    def judged(self, levels: Float64Array, wrong: npt.NDArray[np.bool_], rows: CalibrationRows) -> tuple[Level, ...]:
-        # The lowest level of each class; `levels` and `wrong` are [exits, rows].
+    def judged(self, cautions: Float64Array, wrong: npt.NDArray[np.bool_], rows: LearningRows) -> tuple[Caution, ...]:
+        # The lowest caution of each class; `cautions` and `wrong` are [exits, rows].
         numbers = class_numbers(rows.truth, self.flips_of)
-        return judge_classes(levels, wrong, numbers, self.max_flips, self.confidence + self.risk, self.sizes)
+        return judge_classes(cautions, wrong, numbers, self.max_flips, self.confidence + self.risk, self.sizes)
 
 
-def calibrate_exits(
-    rows: CalibrationRows,
+def prove_exits(
+    rows: LearningRows,
     *,
     layers: int,
     max_flips: float,
@@ -673,12 +675,12 @@ def calibrate_exits(
     costs: ExitCosts = ExitCosts(),
     flips_of: FlipsOf = "each",
     of: int | None = None,
-) -> ExitCalibration:
+) -> ExitProof:
     """Fit probes and choose exit layers on one half of the rows, and prove the lowest thresholds on the other.
 
     The model has this number of `layers`. For each class, the rows that the full read answers with one of the
     `labels`, the probability that more than `max_flips` (a share) of the class leave with another label is at most 1 -
-    `confidence` (the comment on levels explains why). With `flips_of` all rows together it is one class. The halves
+    `confidence` (the comment on cautions explains why). With `flips_of` all rows together it is one class. The halves
     are drawn with `seed`, each with half of every class. Readings of the last layer are ignored. The rows are drawn
     from `of` rows, if their number did not depend on their labels; the bound is then of the flips among those rows
     that did not fit. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
@@ -728,24 +730,24 @@ def _proven(
     findings: ExitFindings,
     task: _Task,
     chosen: list[Candidate],
-    fit: CalibrationRows,
-    judge: CalibrationRows,
+    fit: LearningRows,
+    judge: LearningRows,
     short: list[str],
-) -> ExitCalibration:
-    # The calibration with the levels that the judging half proves for the chosen exits.
+) -> ExitProof:
+    # The proof with the cautions that the judging half proves for the chosen exits.
     said, reach = _seen(chosen, judge)
     tested = task.judged(reach, said != judge.truth, judge)
-    levels = levels_of_labels(tested, judge.labels)
+    cautions = cautions_of_labels(tested, judge.labels)
     findings = findings.model_copy(
         update={"classes": _classes(task, fit, judge, tested), "curve": _curve(task, chosen, judge)}
     )
-    kept = without_useless(chosen, levels, fit, task.layers, task.costs)
-    expected = work_at(kept, levels, fit, task.layers, task.costs) if kept else None
-    work = _work(kept, levels, judge, task) if kept else None
+    kept = without_useless(chosen, cautions, fit, task.layers, task.costs)
+    expected = work_at(kept, cautions, fit, task.layers, task.costs) if kept else None
+    work = _work(kept, cautions, judge, task) if kept else None
     if expected is None or work is None or max(expected.share, work.share) > 1 - LEAST_SAVED:
         return _none(findings, short[0] if short else _not_proven(task, tested))
     exits = tuple(
-        ExitLayer(each.layer, each.probe, tuple(level * each.spread for level in levels), peek)
+        ExitLayer(each.layer, each.probe, tuple(caution * each.spread for caution in cautions), peek)
         for each, peek in zip(kept, expected.peeks, strict=True)
     )
     update = {
@@ -764,14 +766,14 @@ def _proven(
         "layers": work.layers,
         "gain": 1 / work.share,
     }
-    return ExitCalibration(ExitPolicy(exits), findings.model_copy(update=update))
+    return ExitProof(ExitPolicy(exits), findings.model_copy(update=update))
 
 
-def _none(findings: ExitFindings, reason: str) -> ExitCalibration:
-    return ExitCalibration(None, findings.model_copy(update={"reason": reason}))
+def _none(findings: ExitFindings, reason: str) -> ExitProof:
+    return ExitProof(None, findings.model_copy(update={"reason": reason}))
 
 
-def _short(task: _Task, judge: CalibrationRows) -> list[str]:
+def _short(task: _Task, judge: LearningRows) -> list[str]:
     if task.flips_of == "all":
         said = [short_of_rows(None, len(judge), len(judge), task.max_flips, task.confidence, task.sizes[0])]
     else:
@@ -795,7 +797,7 @@ def place_of(layer: int) -> str:
     return f"after layer {layer}" if layer > 0 else "before layer 1"
 
 
-def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
+def _not_proven(task: _Task, tested: Sequence[Caution]) -> str:
     said = ", ".join(
         f"{name!r} {each.flips:,} of {each.rows:,}" for name, each in zip(task.classes, tested, strict=True)
     )
@@ -805,53 +807,53 @@ def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
     )
 
 
-def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[Int64Array, Float64Array]:
-    # Predicted labels, and the levels at and below which rows leave, both [exits, rows].
+def _seen(exits: Sequence[Candidate], rows: LearningRows) -> tuple[Int64Array, Float64Array]:
+    # Predicted labels, and the cautions at and below which rows leave, both [exits, rows].
     leads = [lead_of(each.probe.logits(rows.readings[each.layer])) for each in exits]
     reach = [lead.ahead / each.spread for lead, each in zip(leads, exits, strict=True)]
     said = np.stack([lead.label for lead in leads])
     return said, np.nan_to_num(np.stack(reach), nan=-math.inf, posinf=math.inf)  # without a reading, a row stays
 
 
-def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
-    # The cost of the judged rows at these levels [labels]. Only the levels were chosen on these rows.
+def _work(exits: Sequence[Candidate], cautions: Sequence[float], judge: LearningRows, task: _Task) -> Work:
+    # The cost of the judged rows at these cautions [labels]. Only the cautions were chosen on these rows.
     said, reach = _seen(exits, judge)
-    decided = reach >= np.asarray(levels)[said]
+    decided = reach >= np.asarray(cautions)[said]
     return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.before)
 
 
 def _classes(
-    task: _Task, fit: CalibrationRows, judge: CalibrationRows, tested: Sequence[Level]
+    task: _Task, fit: LearningRows, judge: LearningRows, tested: Sequence[Caution]
 ) -> tuple[ClassFinding, ...]:
     fitted, judged = (class_numbers(half.truth, task.flips_of) for half in (fit, judge))
-    levels = tested or [Level(math.inf, 0, 0, 1.0, 0)] * len(task.classes)  # nothing is proven before the tests
+    cautions = tested or [Caution(math.inf, 0, 0, 1.0, 0)] * len(task.classes)  # nothing is proven before the tests
     return tuple(
         ClassFinding(
             label=name,
             fitted=int((fitted == number).sum()),
             judged=int((judged == number).sum()),
-            flips=level.flips,
-            bound=level.bound,
-            level=level.level if math.isfinite(level.level) else None,
-            levels_passed=level.passed,
+            flips=caution.flips,
+            bound=caution.bound,
+            caution=caution.caution if math.isfinite(caution.caution) else None,
+            cautions_passed=caution.passed,
             rows_needed=rows_for(task.max_flips, confidence=task.confidence + task.risk, of=size),
         )
-        for number, (name, level, size) in enumerate(zip(task.classes, levels, task.sizes, strict=True))
+        for number, (name, caution, size) in enumerate(zip(task.classes, cautions, task.sizes, strict=True))
     )
 
 
-def _curve(task: _Task, exits: Sequence[Candidate], judge: CalibrationRows) -> tuple[TradePoint, ...]:
-    # The effect of all exits on the judged rows, level by level.
+def _curve(task: _Task, exits: Sequence[Candidate], judge: LearningRows) -> tuple[TradePoint, ...]:
+    # The effect of all exits on the judged rows, caution by caution.
     (said, reach), truth, found = _seen(exits, judge), judge.truth, []
-    for level in _CURVE:
+    for caution in _CURVE:
         work = work_of(
-            reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.before
+            reach >= caution, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.before
         )
         flipped = (work.left >= 0) & (said[work.left, np.arange(len(truth))] != truth)
         of_class = [flipped[truth == number] for number in range(judge.labels)]
         found.append(
             TradePoint(
-                level=level,
+                caution=caution,
                 leaving=float(np.mean(work.left >= 0)),
                 gain=1 / work.share,
                 flip_rate=float(np.mean(flipped)),
@@ -898,7 +900,7 @@ class ExitRecheck:
 
 def recheck_exits(
     policy: ExitPolicy,
-    rows: CalibrationRows,
+    rows: LearningRows,
     max_flips: float,
     labels: Sequence[str] = (),
     flips_of: FlipsOf = "each",
@@ -935,7 +937,7 @@ def recheck_exits(
     return ExitRecheck(not bad, reason, float(np.mean(left)) if len(left) else 0.0, tuple(found), text)
 
 
-def _outcome(policy: ExitPolicy, rows: CalibrationRows) -> tuple[BoolArray, BoolArray]:
+def _outcome(policy: ExitPolicy, rows: LearningRows) -> tuple[BoolArray, BoolArray]:
     # The rows that leave, and those of them whose label differs from the full read's.
     left = np.zeros(len(rows), dtype=np.bool_)
     flipped = np.zeros(len(rows), dtype=np.bool_)

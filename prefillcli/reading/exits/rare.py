@@ -396,7 +396,7 @@ class RareLearning:
             layer=BEFORE + 1, probe="" if probe is None else probe.kind, peek=False, thresholds={}, expected=share
         )
         own = QuestionExits(
-            status="calibrated" if reason is None else "none",
+            status="learnt" if reason is None else "none",
             reason=reason,
             layers=[used] if reason is None else [],
         )
@@ -404,7 +404,7 @@ class RareLearning:
             **state_of({ANSWER: own}),
             max_flips=None,
             model_layers=depth,
-            calibration_rows=len(read.answers),
+            rows_in_full=len(read.answers),
             learnt_rows=len(scored),
             first=first,
             rare=rare,

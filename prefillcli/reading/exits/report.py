@@ -31,12 +31,12 @@ from prefillcli.stats.flips import flip_bound, rows_for
 from prefillcli.stats.intervals import exact_interval
 
 # Learnt by this job; taken from an earlier one; none, for a `reason`; ended before the job did, for a `reason`.
-ExitStatus = Literal["calibrated", "reused", "none", "stopped"]
+ExitStatus = Literal["learnt", "reused", "none", "stopped"]
 KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")  # the number of rows for which a shared prefix went on
 
 
 class ProvableFlips(BaseModel):
-    """The best that calibration rows could prove. It is known before any of them is read."""
+    """The best that learning rows could prove. It is known before any of them is read."""
 
     rows: int  # rows that are to be read in full; half of them judge
     judged: int  # judged rows for each proof: all, or those of each answer if all are equally frequent
@@ -45,7 +45,7 @@ class ProvableFlips(BaseModel):
 
 
 def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
-    """Return the best that this many calibration rows can prove, if all `classes` are equally frequent and no row
+    """Return the best that this many learning rows can prove, if all `classes` are equally frequent and no row
     flips."""
     judged = rows // (2 * classes)
     return ProvableFlips(
@@ -92,7 +92,7 @@ class UsedExit(BaseModel):
     probe: str  # the kind of predictor
     peek: bool  # whether only the last tokens go through the layer before the rows that leave are chosen
     thresholds: dict[str, float | None]  # by label: the lead that it needs; None where rows with it stay
-    expected: float  # share of the rows that leave here, by the calibration
+    expected: float  # share of the rows that leave here, by the learning rows
     rows: int = 0  # rows of the output that left here
     share: float | None = None  # share of the scored rows, without those that exits were learnt from
 
@@ -143,7 +143,7 @@ class QuestionExits(BaseModel):
     classes: list[JudgedLabel] = Field(default_factory=list)
     layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
-    predicted_gain: float | None = None  # by the calibration, for tokens that no two rows share
+    predicted_gain: float | None = None  # by the learning rows, for tokens that no two rows share
     audited: list[AuditedLabel] = Field(default_factory=list)
     curve: list[GainPoint] = Field(default_factory=list)
 
@@ -199,7 +199,7 @@ class ExitUse(Finding):
     confidence: float = 0.95
     model_layers: int
     provable: ProvableFlips | None = None  # None where an earlier job has learnt the exits
-    calibration_rows: int = 0  # read in full before the first window
+    rows_in_full: int = 0  # read in full before the first window
     learnt_rows: int = 0  # those of them whose scores in the output are from that read
     first: list[FirstUse] = Field(default_factory=list)
     rare: RareUse | None = None  # with --recall and --precision
@@ -280,7 +280,7 @@ def _of(question: str, use: ExitUse) -> str:
 def _status(use: ExitUse) -> str:
     if use.status == "none":
         return _ended(use)
-    rows, sure = counted(use.calibration_rows, "row"), f"({100 * use.confidence:g} % confidence)"
+    rows, sure = counted(use.rows_in_full, "row"), f"({100 * use.confidence:g} % confidence)"
     if use.rare is not None:
         return f"learnt from {rows} in full; {_rare(use.rare)} {sure}"
     most = percent(use.max_flips or 0)
@@ -376,7 +376,7 @@ OTHER_ROWS_NOTE = (
 )
 CURVE_NOTE = (
     "Across: share of the judged rows that flip. Up: how much less is computed, for tokens that no two rows share. "
-    "Each point is another level for all thresholds: an estimate, which proves nothing."
+    "Each point is another caution for all thresholds: an estimate, which proves nothing."
 )
 ALIVE_NOTE = (
     "A shared beginning goes on as long as one row below it does. These are layers of shared tokens, by the number of "
@@ -417,7 +417,7 @@ def _section(use: ExitUse) -> Section:
     flips = {label: float(each.flips) for label, each in audited.items()}
     found.metric("exit_audited_rows", "Audited rows by label in full.", rows, "label")
     found.metric("exit_audited_flips", "Audited rows that exits flip, by label in full.", flips, "label")
-    active = float(use.status in ("calibrated", "reused"))
+    active = float(use.status in ("learnt", "reused"))
     found.metric("exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", active)
     return found
 
@@ -447,7 +447,7 @@ def _question_parts(name: str, use: QuestionExits, job: ExitUse) -> list[Part]:
     left = ["label in full", "audited", "would leave", "flips", f"{sure} interval"]
     return [
         Part(title=f"Exit layers{_of(name, job)}", table=_table(header, layer_rows)),
-        Part(title=f"Calibration rows{_of(name, job)}", table=_table(judged, classes)),
+        Part(title=f"Learning rows{_of(name, job)}", table=_table(judged, classes)),
         Part(title=f"Audited rows{_of(name, job)}", table=_table(left, audited)),
     ]
 
@@ -515,7 +515,7 @@ def with_ends(use: ExitUse, ended: Mapping[str, Mapping[str, Any]]) -> ExitUse:
 def state_of(questions: Mapping[str, QuestionExits]) -> dict[str, Any]:
     """Return the state of a job's exits by those of its questions. As long as one question has exits, so has the job;
     they have stopped if those of any question have."""
-    order = ("calibrated", "reused", "stopped", "none")
+    order = ("learnt", "reused", "stopped", "none")
     best = min(questions.values(), key=lambda own: order.index(own.status))
     reason = best.reason
     if len(questions) > 1:

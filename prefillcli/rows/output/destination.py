@@ -115,7 +115,7 @@ class Manifest:
     """The content of `manifest.json`."""
 
     job: Job
-    plan: dict[str, Any]  # values that the job stores for its resumption; any JSON
+    settled: dict[str, Any]  # values that the job stores for its resumption; any JSON
     state: Literal["running", "complete"] = "running"
     counts: Counts | None = None  # set when complete
     # Set when complete: the output's files by name, with their digests (`digest_of`).

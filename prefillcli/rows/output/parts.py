@@ -166,7 +166,7 @@ class PartInfo:
     """The metadata of a part."""
 
     job: Job
-    plan: dict[str, Any]  # the job's plan when the part was written
+    settled: dict[str, Any]  # what the job had settled when the part was written
     sequence: int  # how many parts the job had written before
     window: int
     number: int  # the part's number in its window

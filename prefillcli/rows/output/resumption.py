@@ -186,15 +186,15 @@ def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
     if not own:
         return None
     latest = max(own, key=lambda info: info.sequence)
-    return Manifest(latest.job, latest.plan)
+    return Manifest(latest.job, latest.settled)
 
 
-def plan_of(output: str, shard: Shard | None) -> dict[str, Any] | None:
-    """Return the plan of an earlier attempt at an output, whatever its job is; None without one, or where it cannot be
-    read, which opening the output will report."""
+def settled_by(output: str, shard: Shard | None) -> dict[str, Any] | None:
+    """Return what an earlier attempt at an output has settled, whatever its job is; None without one, or where it
+    cannot be read, which opening the output will report."""
     with suppress(PrefillError, OSError):
         found = _manifest(Destination.parse(output, shard).work, Job({}), quiet=True)
-        return None if found is None else found.plan
+        return None if found is None else found.settled
     return None
 
 
@@ -215,7 +215,7 @@ def retried(destination: Destination, found: Manifest) -> Manifest | None:
         raise UsageError(
             f"--retry-errors: the shards of {whole.path} were merged\nscore its error rows again without --shard"
         )
-    return Manifest(found.job, found.plan, before=replaced(whole.work), retries=True)
+    return Manifest(found.job, found.settled, before=replaced(whole.work), retries=True)
 
 
 def without_errors(work: Store, found: Iterable[PartInfo], schema: OutputSchema) -> Iterator[PartInfo]:

@@ -231,7 +231,7 @@ class ShardSink(Sink):
             manifest.save(self.work)
 
 
-_KEPT = ("evaluation", "max_error_rate")  # entries that the output's plan takes over from the shards'
+_KEPT = ("evaluation", "max_error_rate")  # what is settled for the output as it was for the shards
 
 
 class JoinedShards(ExitStack):
@@ -422,7 +422,7 @@ class JoinedShards(ExitStack):
             destination.work.delete(name)
         destination.work.delete(store.NAME)
         # The values that the shards have stored for the output; they are the same in all of them.
-        manifest = Manifest(job, {name: value for name, value in self.manifest.plan.items() if name in _KEPT})
+        manifest = Manifest(job, {name: value for name, value in self.manifest.settled.items() if name in _KEPT})
         manifest.save(destination.work)
         schema = to_schema(record.schema, json_text=destination.file_format.json_text)
         partitions = None if record.partitions is None else to_partitions(record.partitions)

@@ -144,13 +144,13 @@ class Sink:
         return self._parts.counts if self._final is None else self._final
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def settled(self) -> dict[str, Any]:
         """The values that the job has stored here, in an earlier attempt too; empty at first."""
-        return self._manifest.plan
+        return self._manifest.settled
 
-    def save_plan(self, plan: Mapping[str, Any]) -> None:
-        """Store the plan instead of the one before."""
-        self._manifest.plan = dict(plan)
+    def settle(self, settled: Mapping[str, Any]) -> None:
+        """Store this instead of what was settled before."""
+        self._manifest.settled = dict(settled)
         self._manifest.save(self.work)
 
     @property
@@ -224,7 +224,7 @@ class Sink:
         schema, shard = self.schema, self._destination.shard
         info = parts.PartInfo(
             job=self._manifest.job,
-            plan=self.plan,
+            settled=self.settled,
             sequence=self._parts.next_sequence,
             window=window.index,
             number=self._parts.next_number(window.index),

@@ -81,7 +81,7 @@ def start_pool(
         number=0,
         settings=settings.with_options(folders),
         share=1.0 if kind == "cuda" else 1 / crew.size,
-        plan=before,
+        settled=before,
         measured=profile,
         digests=digests if crew.digests_needed else {},
         dtypes=opened.dtypes,

@@ -37,15 +37,15 @@ class WorkerSpec:
     """The settings with which a worker is started.
 
     `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the free
-    memory of its machine. `plan` is that of an earlier attempt, or of this one if it is `planned`: another worker has
-    made it. `digests` are those of the folders' contents, where the worker may be on another machine. The driver has
-    chosen the models' `dtypes`.
+    memory of its machine. `settled` is that of an earlier attempt, or of this one if it is `planned`: another worker
+    has settled it. `digests` are those of the folders' contents, where the worker may be on another machine. The
+    driver has chosen the models' `dtypes`.
     """
 
     number: int
     settings: JobSettings
     share: float = 1.0
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    settled: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = False
     measured: Measured | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker has loaded its models. `limits`, `whole_packs` and `plan` are those of its engine.
+    """A worker has loaded its models. `limits`, `whole_packs` and `settled` are those of its engine.
 
     Where it `streams` weights, small packs would wait for them.
     """
 
     limits: Limits
     whole_packs: bool
-    plan: dict[str, Any]
+    settled: dict[str, Any]
     streams: bool = False
 
 
@@ -494,10 +494,10 @@ class Pool:
         while not started:
             started = self.pump()
         ready = started[0]
-        self.plan, self.whole_packs = ready.plan, ready.whole_packs
+        self.settled, self.whole_packs = ready.settled, ready.whole_packs
         self.limits = self._most = ready.limits
         self._pack_tokens = None if ready.streams else pack_tokens
-        self._spec = replace(self._spec, plan=ready.plan, planned=True)
+        self._spec = replace(self._spec, settled=ready.settled, planned=True)
         with self._stop.at_once():
             self.dispatcher.start(range(first, self.size))
 

@@ -52,7 +52,7 @@ class Worker:
         self._models: Models[Engine] = load_models(
             opened,
             settings,
-            before=spec.plan,
+            before=spec.settled,
             measured=spec.measured,
             share=spec.share,
             planned=spec.planned,
@@ -63,11 +63,11 @@ class Worker:
         self._seconds = 0.0
 
     def ready(self) -> Ready:
-        """Return the limits and the plan of the loaded models, for the driver."""
+        """Return the limits of the loaded models and what they have settled, for the driver."""
         engine = self._models.engine
         weights = engine.weights_report()
         streams = weights is not None and weights.mode != "resident"
-        return Ready(engine.limits, engine.whole_packs, self._models.plan, streams)
+        return Ready(engine.limits, engine.whole_packs, self._models.settled, streams)
 
     def run(self, task: Task, tell: Tell) -> Result:
         """Do a task. Raises ResourceError if the engine cannot go on; other errors of the engine pass through."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from prefillcli.core.run import Run
-from prefillcli.core.scorer import LoadedModels, ModelScorer, PlansInMemory
+from prefillcli.core.scorer import LedgerInMemory, LoadedModels, ModelScorer
 from prefillcli.errors import PrefillError, ResourceError, UsageError, counted
 from prefillcli.library.table_scoring import ReceivedRows
 from prefillcli.options.commands import BenchSettings, ScoreSettings
@@ -151,7 +151,7 @@ class ComparedModels:
             self.loaded.close()
 
 
-class KeptHere(PlansInMemory):
+class KeptHere(LedgerInMemory):
     """What a job keeps in its sink, for one that writes nothing: its plan, and findings in a `folder`."""
 
     def __init__(self, folder: str) -> None:
@@ -177,7 +177,7 @@ class MethodJob:
     def use(self, loaded: LoadedModels) -> None:
         """Score with these models, and let the method learn from them."""
         self.inputs = replace(self.inputs, opened=self.models.opened)
-        self._kept.save_plan(loaded.plan)
+        self._kept.settle(loaded.settled)
         self._scorer = make_scorer(self.inputs, self._parts, loaded, self._kept)
         if self._parts.exits is not None:
             # The learnt exits stay here, so they need no fingerprint.
@@ -193,7 +193,7 @@ class MethodJob:
 
     def learnt(self, name: str) -> Any:
         """Return a finding about its exits; None where rows do not leave."""
-        return self._kept.plan.get("exits", {}).get("use", {}).get(name)
+        return self._kept.settled.get("exits", {}).get("use", {}).get(name)
 
     @property
     def elsewhere(self) -> bool:
@@ -487,7 +487,7 @@ def _exits(job: MethodJob, run: MethodRun, classes: list[ClassFlips]) -> ExitRes
     layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)
     return ExitResult(
         max_flips=job.learnt("max_flips"),
-        rows_read=job.learnt("calibration_rows"),
+        rows_read=job.learnt("rows_in_full"),
         left={name: through[name] for name in order},
         layers_saved=run.tokens.skipped / (run.tokens.computed * layers) if run.tokens.computed else 0.0,
         classes=classes,

@@ -32,7 +32,7 @@ COUNTS.tallies.exit_layers = {
 
 def use_of(**changes: object) -> ExitUse:
     own = QuestionExits(
-        status="calibrated",
+        status="learnt",
         classes=[
             JudgedLabel(label="yes", fitted=350, judged=350, flips=0, bound=0.0085, rows_needed=299),
             JudgedLabel(label="no", fitted=350, judged=150, flips=0, bound=0.0198, rows_needed=299),
@@ -52,7 +52,7 @@ def use_of(**changes: object) -> ExitUse:
     given = {
         "max_flips": 0.01,
         "model_layers": 30,
-        "calibration_rows": 1400,
+        "rows_in_full": 1400,
         "layers_saved": 0.4321,
         "layers_gain": 1.52,
         "measured_gain": 1.48,
@@ -115,7 +115,7 @@ def test_the_table_says_who_left_where_and_what_it_brought() -> None:
     [
         ({"status": "none", "reason": "too few rows of\x1b[31m yes"}, "none: too few rows of␛[31m yes"),
         (
-            {"status": "reused", "reused": True, "calibration_rows": 300},
+            {"status": "reused", "reused": True, "rows_in_full": 300},
             "from --exit-profile, checked on 300 rows in full; of the rows that it was learnt from at most 1 %",
         ),
         ({"status": "stopped", "reason": "9 of 90 flip", "stopped_window": 1234}, "stopped at window 1,234: 9 of 90"),
@@ -192,7 +192,7 @@ def test_the_page_shows_all_of_it_and_hostile_labels_as_text() -> None:
     assert "\u202e" not in html
     text = Page(html).text
     for known in (
-        "after layer 9", "to the end", "600 (60.0%)", "Exit layers", "Calibration rows", "takes 299 rows", "0.85%",
+        "after layer 9", "to the end", "600 (60.0%)", "Exit layers", "Learning rows", "takes 299 rows", "0.85%",
         "Audited rows", "left early", "90.0%", "Shared beginnings kept alive", "1 row", "300 (30.0%)", "600 (60.0%)",
         "Gain over flips", "stays", "void",
     ):  # fmt: skip
@@ -223,12 +223,12 @@ def test_the_metrics_and_the_last_line_have_the_numbers_of_the_report() -> None:
     assert found["prefill_exit_audited_rows", "label=yes"] == 40
     assert found["prefill_exit_audited_flips", "label=yes"] == 2
     assert found["prefill_exit_active", ""] == 1
-    assert report.summary()["exits"] == {"status": "calibrated", "left": 900, "layers_saved": 0.4321}
+    assert report.summary()["exits"] == {"status": "learnt", "left": 900, "layers_saved": 0.4321}
     assert json.loads(to_json(report))["exits"]["by_layer"]["22"] == {"rows": 300, "prompt_tokens": 40_000}
 
 
 def test_a_bound_for_all_rows_together_is_said_to_be_one() -> None:
-    use = bare(QuestionExits(status="calibrated"), flips_of="all", calibration_rows=600)
+    use = bare(QuestionExits(status="learnt"), flips_of="all", rows_in_full=600)
     assert dict(exit_lines(use))["exits"] == (
         "learnt from 600 rows in full; of all rows at most 1 % flip (95 % confidence)"
     )

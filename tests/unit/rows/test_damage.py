@@ -44,7 +44,7 @@ def begun(folder: str | Path, *, temperature: float = 1.0, **options: Any) -> Pa
     """The work folder of a job with some rows of every window."""
     output = f"{folder}/o.parquet"
     with open_sink(output, **options) as sink:
-        sink.save_plan({"pack_tokens": 64})
+        sink.settle({"pack_tokens": 64})
         score_all(sink, WINDOWS[:2], temperature=temperature)
         sink.write(WINDOWS[2], [scored(11), scored(13)], {}, temperature=temperature)
     return Path(output + ".prefill")
@@ -229,7 +229,7 @@ def test_a_manifest_that_is_cut_short_costs_no_row(tmp_path: Path, keep: int) ->
         manifest.unlink() if content is None else manifest.write_bytes(content)
         with open_sink(output, resume=True) as sink:
             assert sink.counts.total == 12
-            assert sink.plan == {"pack_tokens": 64}
+            assert sink.settled == {"pack_tokens": 64}
         if content is not None:
             manifest.write_bytes(content)
             with pytest.raises(OutputConflictError, match="different model"):
@@ -244,7 +244,7 @@ def test_a_manifest_whose_values_have_changed_is_not_believed(tmp_path: Path) ->
         assert old in whole
         manifest.write_text(whole.replace(old, new))
         with open_sink(tmp_path / "o.parquet", resume=True) as sink:
-            assert (sink.complete, sink.plan, sink.counts.total) == (False, {"pack_tokens": 64}, 12)
+            assert (sink.complete, sink.settled, sink.counts.total) == (False, {"pack_tokens": 64}, 12)
 
 
 def test_an_output_proves_itself_without_its_work_folder_where_it_can(tmp_path: Path) -> None:

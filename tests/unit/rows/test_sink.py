@@ -198,9 +198,9 @@ class TestConflicts:
 
     def test_a_job_that_never_wrote_a_row_is_in_nobodys_way(self, output: str) -> None:
         with open_sink(output) as sink:
-            sink.save_plan({"packs": 3})
+            sink.settle({"packs": 3})
         with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}) as sink:
-            assert sink.plan == {}
+            assert sink.settled == {}
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:

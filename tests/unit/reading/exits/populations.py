@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefillcli.engines.base import Readings
-from prefillcli.reading.exits.proof import CalibrationRows
+from prefillcli.reading.exits.proof import LearningRows
 
 HIDDEN = 12
 LAYERS = 8
@@ -14,7 +14,7 @@ NOISE = (3.0, 1.5, 0.6, 0.3, 0.15, 0.1, 0.05)  # of the margin that a layer befo
 
 def population(
     rows: int, *, labels: int = 2, seed: int = 0, offset: float = 0.0, blind: bool = False, heavy: bool = False
-) -> CalibrationRows:
+) -> LearningRows:
     """`rows` with final logits of a standard normal distribution, the first label's `offset` higher.
 
     The model is always the same; `seed` draws the rows. A `blind` model's hidden states know nothing of the answer.
@@ -34,4 +34,4 @@ def population(
         readings[layer] = Readings(hidden.astype(np.float32), lens, before)
         before = lens
     logprobs = final - np.log(np.exp(final).sum(axis=1, keepdims=True)) - 1.0
-    return CalibrationRows(readings, logprobs, np.full(rows, 100.0))
+    return LearningRows(readings, logprobs, np.full(rows, 100.0))

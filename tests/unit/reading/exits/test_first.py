@@ -9,7 +9,7 @@ import numpy as np
 from prefillcli.engines.base import Readings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.reading.exits.first import WIDTH, WordsReader, hashed_words, readings_of
-from prefillcli.reading.exits.proof import CalibrationRows, ExitCosts, calibrate_exits
+from prefillcli.reading.exits.proof import ExitCosts, LearningRows, prove_exits
 from prefillcli.rows.records import BEFORE, Prompt
 
 
@@ -38,7 +38,7 @@ def test_where_a_word_decides_words_know_the_answer() -> None:
     found = WordsReader(2).read(rows, lambda tokens: None)
     readings = {BEFORE - 1: readings_of(found), BEFORE: readings_of([None] * 1600)}
     costs = ExitCosts(first={BEFORE - 1: 0.01, BEFORE: 1.0})
-    learnt = calibrate_exits(CalibrationRows(readings, final, np.ones(1600)), layers=8, max_flips=0.02, costs=costs)
+    learnt = prove_exits(LearningRows(readings, final, np.ones(1600)), layers=8, max_flips=0.02, costs=costs)
     assert learnt.policy is not None
     assert learnt.policy.layers == (BEFORE - 1,)
     assert learnt.policy.inside is None
@@ -53,8 +53,8 @@ def test_what_it_cannot_read_is_judged_too() -> None:
     known = Readings(hidden, final, final)
     unread = draws.random(1200) < 0.4
     first = Readings(*(np.where(unread[:, None], np.nan, each).astype(each.dtype) for each in (hidden, final, final)))
-    rows = CalibrationRows({BEFORE: first, 2: known}, final, np.ones(1200))
-    found = calibrate_exits(rows, layers=8, max_flips=0.05)
+    rows = LearningRows({BEFORE: first, 2: known}, final, np.ones(1200))
+    found = prove_exits(rows, layers=8, max_flips=0.05)
     assert (found.findings.dropped, found.findings.fitted + found.findings.judged) == (0, 1200)
     assert found.policy is not None
     assert BEFORE in found.policy.layers
@@ -63,4 +63,4 @@ def test_what_it_cannot_read_is_judged_too() -> None:
     assert not found.policy.decide(BEFORE, first).decided[unread].any()
     assert found.findings.exits[0].leaving < 0.65
     broken = replace(rows, readings={2: replace(known, hidden=np.where(unread[:, None], np.nan, hidden))})
-    assert calibrate_exits(broken, layers=8, max_flips=0.05).findings.dropped == unread.sum()
+    assert prove_exits(broken, layers=8, max_flips=0.05).findings.dropped == unread.sum()

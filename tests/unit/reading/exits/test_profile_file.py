@@ -20,7 +20,7 @@ from prefillcli.reading.exits.policy import (
     exit_profile_of,
     require_same_job,
 )
-from prefillcli.reading.exits.proof import CalibrationRows, calibrate_exits, recheck_exits
+from prefillcli.reading.exits.proof import LearningRows, prove_exits, recheck_exits
 from prefillcli.rows.proof import sealed_text
 from tests.unit.reading.exits.populations import LAYERS, population
 
@@ -39,8 +39,8 @@ def question(**changes: Any) -> dict[str, Any]:
     return {"questions": [JOB["questions"][0] | changes]}
 
 
-def few_layers(rows: CalibrationRows) -> CalibrationRows:
-    return CalibrationRows({layer: rows.readings[layer] for layer in FEW}, rows.final, rows.weights)
+def few_layers(rows: LearningRows) -> LearningRows:
+    return LearningRows({layer: rows.readings[layer] for layer in FEW}, rows.final, rows.weights)
 
 
 def profile_of(exits: Any, findings: ExitFindings) -> ExitProfile:
@@ -50,7 +50,7 @@ def profile_of(exits: Any, findings: ExitFindings) -> ExitProfile:
 
 @pytest.fixture(scope="module")
 def profile() -> ExitProfile:
-    found = calibrate_exits(few_layers(population(1000, seed=3)), layers=LAYERS, max_flips=0.03, labels=("No", "Yes"))
+    found = prove_exits(few_layers(population(1000, seed=3)), layers=LAYERS, max_flips=0.03, labels=("No", "Yes"))
     assert found.policy is not None
     return profile_of(found.policy.to_json(), found.findings)
 
@@ -66,7 +66,7 @@ def test_a_file_brings_everything_back(profile: ExitProfile) -> None:
 
 
 def test_a_job_without_exits_has_a_file_too() -> None:
-    found = calibrate_exits(population(30), layers=LAYERS, max_flips=0.01)
+    found = prove_exits(population(30), layers=LAYERS, max_flips=0.01)
     profile = profile_of(None, found.findings)
     again = exit_profile_of(profile.to_json(), "night.exit.json")
     assert again.questions[0].policy is None
@@ -186,7 +186,7 @@ def test_rows_of_another_kind_are_refused_and_the_reason_counts_them(profile: Ex
     turned = rows.final.copy()
     turned[:60] = turned[:60, ::-1]
     found = recheck_exits(
-        profile.questions[0].policy, CalibrationRows(rows.readings, turned, rows.weights), 0.03, ("No", "Yes")
+        profile.questions[0].policy, LearningRows(rows.readings, turned, rows.weights), 0.03, ("No", "Yes")
     )
     assert not found.ok
     assert found.reason is not None

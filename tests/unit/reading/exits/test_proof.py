@@ -15,17 +15,17 @@ from prefillcli.engines.base import Readings
 from prefillcli.reading.exits import policy
 from prefillcli.reading.exits.policy import ExitPolicy, policy_of
 from prefillcli.reading.exits.proof import (
-    LEVELS,
-    CalibrationRows,
-    ExitCalibration,
+    CAUTIONS,
     ExitCosts,
-    calibrate_exits,
+    ExitProof,
+    LearningRows,
+    cautions_of_labels,
     class_sizes,
     halves,
     judge_classes,
-    levels_of_labels,
-    lowest_level,
+    least_caution,
     most_flips,
+    prove_exits,
     work_of,
 )
 from tests.unit.reading.exits.populations import LAYERS, population
@@ -35,11 +35,11 @@ ALLOWED = 0.03
 SURE = 0.01  # a test here fails by chance in one of a hundred seeds at most, and seeds are fixed
 
 
-def exits_of(rows: CalibrationRows, max_flips: float = ALLOWED, **more: object) -> ExitCalibration:
-    return calibrate_exits(rows, layers=LAYERS, max_flips=max_flips, **more)  # type: ignore[arg-type]
+def exits_of(rows: LearningRows, max_flips: float = ALLOWED, **more: object) -> ExitProof:
+    return prove_exits(rows, layers=LAYERS, max_flips=max_flips, **more)  # type: ignore[arg-type]
 
 
-def leave(policy: ExitPolicy, rows: CalibrationRows) -> tuple[np.ndarray, np.ndarray]:
+def leave(policy: ExitPolicy, rows: LearningRows) -> tuple[np.ndarray, np.ndarray]:
     """The layer that each row leaves after, and its label: an own account of a policy, row by row."""
     layer, label = np.full(len(rows), LAYERS - 1), rows.final.argmax(axis=1)
     inside = np.ones(len(rows), dtype=bool)
@@ -51,7 +51,7 @@ def leave(policy: ExitPolicy, rows: CalibrationRows) -> tuple[np.ndarray, np.nda
     return layer, label
 
 
-def flip_rates(policy: ExitPolicy | None, rows: CalibrationRows) -> list[float]:
+def flip_rates(policy: ExitPolicy | None, rows: LearningRows) -> list[float]:
     if policy is None:
         return [0.0] * rows.final.shape[1]
     truth, (_, label) = rows.final.argmax(axis=1), leave(policy, rows)
@@ -129,13 +129,13 @@ def test_bounds_for_rows_drawn_without_replacement_hold_for_each_answer() -> Non
 
 def test_a_large_part_of_a_job_proves_more_than_the_same_rows_of_a_larger_one() -> None:
     rows = population(780, seed=0)
-    rows = CalibrationRows({4: rows.readings[4]}, rows.final, rows.weights)
+    rows = LearningRows({4: rows.readings[4]}, rows.final, rows.weights)
     alone, part, all_rows = exits_of(rows), exits_of(rows, of=1560), exits_of(rows, of=1560, flips_of="all")
     assert exits_of(rows, of=15_600).findings == alone.findings
     for few, many in zip(alone.findings.classes, part.findings.classes, strict=True):
-        assert few.level is not None
-        assert many.level is not None
-        assert (few.flips, -few.level) < (many.flips, -many.level)
+        assert few.caution is not None
+        assert many.caution is not None
+        assert (few.flips, -few.caution) < (many.flips, -many.caution)
     for each in (*part.findings.classes, *all_rows.findings.classes):
         size = 1170 * each.judged // 390  # about as many as the judged ones are drawn from
         assert each.bound <= ALLOWED
@@ -167,13 +167,13 @@ def test_too_few_rows_for_all_rows_together_say_how_many_it_takes() -> None:
     found = exits_of(population(120, seed=0), flips_of="all")
     assert found.policy is None
     assert found.reason == (
-        "60 rows were judged, and it takes 99 without a flip to prove at most 3.00%: about 198 calibration rows in all"
+        "60 rows were judged, and it takes 99 without a flip to prove at most 3.00%: about 198 learning rows in all"
     )
 
 
-def calibrate_few_layers(rows: CalibrationRows, seed: int, **more: object) -> ExitCalibration:
+def calibrate_few_layers(rows: LearningRows, seed: int, **more: object) -> ExitProof:
     """Two layers are enough for what is promised, and quicker."""
-    few = CalibrationRows({layer: rows.readings[layer] for layer in (3, 5)}, rows.final, rows.weights)
+    few = LearningRows({layer: rows.readings[layer] for layer in (3, 5)}, rows.final, rows.weights)
     return exits_of(few, seed=seed, **more)
 
 
@@ -188,7 +188,7 @@ def test_hidden_states_that_know_nothing_give_no_exits(seed: int) -> None:
 def test_probes_that_fit_noise_are_caught_by_the_judging_half() -> None:
     """Readings that tell the fitting half's answers, and nothing about any other row."""
     rows = population(1200, seed=3, blind=True)
-    fit, _ = halves(CalibrationRows({}, rows.final, np.arange(1200.0)), seed=0)
+    fit, _ = halves(LearningRows({}, rows.final, np.arange(1200.0)), seed=0)
     told = np.isin(np.arange(1200), fit.weights.astype(int))
     margin = np.diff(rows.final, axis=1)
     readings = {}
@@ -197,7 +197,7 @@ def test_probes_that_fit_noise_are_caught_by_the_judging_half() -> None:
             [np.where(told[:, None], margin, -margin), each.hidden[:, 1:] * 0.01, np.full(1200, 5)]
         )
         readings[layer] = Readings(hidden.astype(np.float32), each.logits, each.before)
-    found = exits_of(CalibrationRows(readings, rows.final, rows.weights))
+    found = exits_of(LearningRows(readings, rows.final, rows.weights))
     assert found.policy is None
     assert found.reason is not None
     assert "the judged rows prove at most 3.00% flips only where too few rows leave to save work" in found.reason
@@ -214,7 +214,7 @@ def test_a_rare_class_stops_exits_and_the_reason_says_how_many_rows_it_takes() -
     total = found.findings.judged
     assert f"the full read answers {judged} of {total:,} judged rows with 'Yes'" in found.reason
     assert "it takes 99 without a flip to prove at most 3.00%" in found.reason
-    assert f"about {2 * math.ceil(total * 99 / judged):,} calibration rows in all" in found.reason
+    assert f"about {2 * math.ceil(total * 99 / judged):,} learning rows in all" in found.reason
     assert [each.rows_needed for each in found.findings.classes] == [99, 99]
 
 
@@ -222,7 +222,7 @@ def test_a_label_that_never_comes_first_stops_exits() -> None:
     rows = population(800, labels=3, seed=0)
     final = rows.final.copy()
     final[:, 2] -= 100
-    found = exits_of(CalibrationRows(rows.readings, final, rows.weights), labels=("a", "b", "c"))
+    found = exits_of(LearningRows(rows.readings, final, rows.weights), labels=("a", "b", "c"))
     assert found.policy is None
     assert found.reason is not None
     assert "answers 0 of 401 judged rows with 'c'" in found.reason or "answers 0 of 400 judged rows" in found.reason
@@ -231,7 +231,7 @@ def test_a_label_that_never_comes_first_stops_exits() -> None:
 def test_rows_of_a_rare_class_may_leave_where_the_others_are_protected() -> None:
     """Two labels: what leaves with the rare one can only flip rows of the common one, which are many."""
     rows = population(2500, seed=0, offset=2.0)
-    few = CalibrationRows({1: rows.readings[1], 4: rows.readings[4]}, rows.final, rows.weights)
+    few = LearningRows({1: rows.readings[1], 4: rows.readings[4]}, rows.final, rows.weights)
     found = exits_of(few, max_flips=0.012, costs=ExitCosts(reading=0.0, regroup=0.0))
     common, rare = found.findings.classes
     assert rare.judged < rare.rows_needed <= common.judged
@@ -270,7 +270,7 @@ def test_what_was_found_is_what_the_policy_does() -> None:
     assert 1 < (said.gain or 0) < 8
     rates = [point.flip_rate for point in said.curve]
     assert rates[0] <= rates[-1]
-    assert [point.level for point in said.curve] == sorted((point.level for point in said.curve), reverse=True)
+    assert [point.caution for point in said.curve] == sorted((point.caution for point in said.curve), reverse=True)
 
 
 def test_rows_with_values_that_are_not_finite_are_left_out() -> None:
@@ -279,7 +279,7 @@ def test_rows_with_values_that_are_not_finite_are_left_out() -> None:
     final[3, 0], hidden[5, 1] = np.nan, np.inf
     broken = dict(rows.readings) | {2: Readings(hidden, rows.readings[2].logits, rows.readings[2].before)}
     good = np.setdiff1d(np.arange(800), [3, 5])
-    found = exits_of(CalibrationRows(broken, final, rows.weights)).findings
+    found = exits_of(LearningRows(broken, final, rows.weights)).findings
     assert found.dropped == 2
     assert found.model_copy(update={"dropped": 0}) == exits_of(rows.chosen(good)).findings
 
@@ -299,27 +299,27 @@ def test_the_level_of_a_class_is_the_last_one_before_the_first_failure(
     draws = np.random.default_rng(seed)
     danger = np.full(rows, -math.inf)
     danger[: min(rows, wrong)] = np.exp(draws.normal(0, 1, min(rows, wrong)))
-    found = lowest_level(danger, allowed, 0.95)
+    found = least_caution(danger, allowed, 0.95)
     passed = []
-    for level in LEVELS:
-        flips = int((danger >= level).sum())
+    for caution in CAUTIONS:
+        flips = int((danger >= caution).sum())
         if rows == 0 or binom.cdf(flips, rows, allowed) > 0.05:  # the same test as the exact bound's
             break
-        passed.append((level, flips))
+        passed.append((caution, flips))
     assert found.passed == len(passed)
-    assert (found.level, found.flips) == (passed[-1] if passed else (math.inf, 0))
+    assert (found.caution, found.flips) == (passed[-1] if passed else (math.inf, 0))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_no_class_flips_more_than_its_own_test_has_counted(labels: int, exits: int, seed: int) -> None:
-    """Whatever the other classes' levels are, and whichever exits are dropped."""
+    """Whatever the other classes' cautions are, and whichever exits are dropped."""
     draws = np.random.default_rng(seed)
     truth = draws.integers(0, labels, 600)
     label = np.where(draws.random((exits, 600)) < 0.9, truth, draws.integers(0, labels, (exits, 600)))
     reach = np.exp(draws.normal(0, 1, (exits, 600)))
     tested = judge_classes(reach, label != truth, truth, 0.1, 0.95, (None,) * labels)
-    at = np.array(levels_of_labels(tested, labels))
+    at = np.array(cautions_of_labels(tested, labels))
     for kept in ([*range(exits)], [*range(exits)][1:]):
         decided = reach[kept] >= at[label[kept]]
         left = work_of(decided, kept, np.ones(600), exits + 1, ExitCosts()).left
