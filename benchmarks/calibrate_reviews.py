@@ -4,7 +4,7 @@ python -m benchmarks.calibrate_reviews [FOLDER]
 
 Two questions about the same drug reviews: their sentiment, which SmolLM2-135M tells well, and whether the patient is
 satisfied, Yes or No, which it hardly tells. Two examples of the training file stand before each review. Every row that
-a calibration is judged on is of the package's test file. Prints a table for docs/calibrate.md.
+a calibration is judged on is of the package's test file. Prints a table; docs/calibrate.md quotes it.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ UNWALKED = {
     "rembert": _FOR_BOTH,
     "rwkv": _TOGETHER,
     "xlm": "changes the residual stream between its layers",
-    "xlnet": "has memories in the place of a cache",
+    "xlnet": "has memories instead of a cache",
     "xlstm": _TOGETHER,
 }
 

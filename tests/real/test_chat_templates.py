@@ -171,6 +171,6 @@ def test_every_form_of_a_message_is_read_as_the_one_that_the_template_knows() ->
             assert '{"city": "Oslo"}' in of_object, name
         else:
             assert of_object == usual, name
-    # Of the first, transformers writes the parts as Python spells them, or refuses them: the numbers of docs/chats.md
+    # Of the first, transformers writes the parts as Python spells them, or refuses them.
     assert (len(texts_alone), len(parts_alone), len(texts_of_calls)) == (535, 13, 4)
     assert same > 300

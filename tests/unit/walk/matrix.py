@@ -31,7 +31,7 @@ from prefillcli.walk.model_ends import decoder_layers
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.test_label_logits import LABELS, Look
 from tests.unit.walk.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
-from tests.unit.walk.tiny_multimodal import WHOLE, make_whole_model, whole_class
+from tests.unit.walk.tiny_multimodal import WHOLE, make_whole_model
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "architectures.md"
@@ -268,24 +268,23 @@ def _reason(message: str) -> str:
 _WHY_REFUSED = {"mllama": "leaves out layers where there are no images; its checkpoints are loaded without them"}
 
 
-def listed(page: str) -> dict[str, tuple[str, str, str]]:
-    """What the page says of each family: its class, the kind of its outcome, and the note."""
+def listed(page: str) -> dict[str, Outcome]:
+    """What the page says of each family."""
     found = {}
     for line in re.findall(r"^\| ((?:exact|refused|not a decoder) .*) \|$", page, re.MULTILINE):
-        kind, note, classes = line.split(" | ")
-        for family, name in re.findall(r"`(.+?)` (\w+)", classes):
+        kind, note, families = line.split(" | ")
+        for family in re.findall(r"`(.+?)`", families):
             assert family not in found, family
-            found[family] = name, kind, note
+            found[family] = Outcome(kind, note)
     return found
 
 
 def rows_of(families: Iterable[str], outcomes: dict[str, Outcome]) -> str:
-    """The page's lines: families with the same outcome are in one, with their classes."""
-    classes: dict[tuple[str, str], list[str]] = {}
+    """The page's lines: families with the same outcome are in one."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for family in families:
-        name = class_names().get(family) or whole_class(family).__name__
-        classes.setdefault((outcomes[family].kind, outcomes[family].note), []).append(f"`{family}` {name}")
-    return "\n".join(f"| {kind} | {note} | {', '.join(names)} |" for (kind, note), names in sorted(classes.items()))
+        alike.setdefault((outcomes[family].kind, outcomes[family].note), []).append(f"`{family}`")
+    return "\n".join(f"| {kind} | {note} | {', '.join(names)} |" for (kind, note), names in sorted(alike.items()))
 
 
 def counted(kinds: Sequence[str]) -> str:
@@ -305,7 +304,7 @@ def make_page(outcomes: dict[str, Outcome]) -> str:
     return intro + "\n".join(tables)
 
 
-_TABLE = """| outcome | limits, or why | families and classes |
+_TABLE = """| outcome | limits, or why | families |
 | --- | --- | --- |"""
 _INTRO = (
     """# Architectures
@@ -314,22 +313,20 @@ Which models can be walked layer by layer:
 
 {counts}
 
-Every class is built with a few small layers and random weights. Its walk is compared with its own forward over each
-prompt alone, in float32: prompts that share prefixes over two levels, several packs with a prefix held between them,
-kept tokens at their own positions, chunks that divide nothing, and the label logits after each layer. No logit may
-differ by more than 0.0001. `make test-matrix` does this and checks this page. `make architectures` writes it.
+Every class is built with a few small layers and random weights, and its walk is compared with its own forward over
+each prompt alone, in float32. No logit may differ by more than 0.0001, with shared prefixes, packs, kept tokens, odd
+chunks, and after each layer. `make test-matrix` does this, and `make architectures` writes this page.
 
 A model is compared with its own forward when it is loaded, too. If the two differ, it is refused, never scored
-wrongly. Families that all tests of the walk are run with need no such comparison:
+wrongly. These families, with which all tests of the walk are run, need no such comparison:
 {verified}
 
-Some classes are exact within limits:
+The tables have the `model_type` of `config.json`. Some are exact within limits:
 
 - **own cache**: layers are called with the attention and the cache of transformers, for one run of tokens at a time.
   Shared prefixes are computed once there, too. Many short rows are slower, and the model cannot be a draft.
-- **whole prompts**: the model reads whole prompts only, so `--keep` is refused.
-- **positions have no meaning**: the model does not see at which positions kept tokens were, and reads them side by
-  side.
+- **whole prompts**: `--keep` is refused.
+- **positions have no meaning**: kept tokens are read side by side.
 
 """
     + _TABLE
@@ -338,9 +335,8 @@ Some classes are exact within limits:
 _MULTIMODAL = f"""
 ## Multimodal checkpoints
 
-Only the text model of a multimodal checkpoint is loaded. Mostly it is a class of the table above: that of `llava` is a
-`llama`, that of `internvl` a `qwen2`, that of `kimi_k25` a `deepseek_v3`. These have no text class of their own, and
-are loaded without their towers:
+Only the text model of a multimodal checkpoint is loaded. Mostly it is one of the table above: that of `llava` is a
+`llama`, that of `internvl` a `qwen2`. These have no text class of their own, and are loaded without their towers:
 
 {_TABLE}"""
 
