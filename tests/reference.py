@@ -47,9 +47,9 @@ PAGES = {
 }
 HEAD = """# All options
 
-Made from the options themselves (`make reference`). A command has an option where its name stands in the last column.
-The name of an option is also its key in a recipe, with underscores, and its variable in the environment, in capitals
-with the prefix `PREFILL_`. Rare options have no flag: `--set NAME=VALUE` gives them.
+Made from the options themselves (`make reference`). An option is one of `prefill score`, unless its meaning ends with
+the commands that have it. Its name is also its key in a recipe, with underscores, and its variable in the environment,
+in capitals with the prefix `PREFILL_`. Rare options have no flag: `--set NAME=VALUE` gives them.
 
 - *jobs*: `score`, `profile`, `bench` and `inspect`.
 - †: text of prompts, in which `\\n` is a line break and `\\t` a tab.
@@ -80,8 +80,7 @@ def reference() -> str:
             meanings.setdefault(meaning, []).append(command)
     lines = [HEAD]
     for panel, options in panels.items():
-        meaning = f"meaning, explained in [{PAGES[panel]}]({PAGES[panel]})"
-        lines += [f"## {panel}", "", f"| option | {meaning} | commands |", "| --- | --- | --- |"]
+        lines += [f"## {panel}", "", f"| option | meaning ([{PAGES[panel]}]({PAGES[panel]})) |", "| --- | --- |"]
         lines += [_row(shown, meanings) for shown, meanings in options.items()]
         lines.append("")
     return "\n".join(lines)
@@ -93,8 +92,10 @@ def _row(shown: str, meanings: dict[str, list[str]]) -> str:
     told = [_cell(first), *(f"**{', '.join(named)}**: {_cell(text)}" for text, named in others)]
     commands = [*names, *(name for _, named in others for name in named)]
     if {*JOBS} <= {*commands}:
-        commands = ["*jobs*", *(name for name in commands if name not in JOBS)]
-    return f"| {shown} | {' '.join(told)} | {', '.join(commands)} |"
+        commands = ["jobs", *(name for name in commands if name not in JOBS)]
+    if commands != ["score"]:
+        told.append(f"*({', '.join(commands)})*")
+    return f"| {shown} | {' '.join(told)} |"
 
 
 class _Schema(GenerateJsonSchema):

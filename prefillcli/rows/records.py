@@ -35,57 +35,28 @@ class ErrorCode(StrEnum):
         return member
 
     NULL_PROMPT = "null_prompt", "the prompt is null (--empty-text error)"
-    EMPTY_PROMPT = (
-        "empty_prompt",
-        "the prompt is empty or white space only (--empty-text error), or the tokenizer makes no token of it",
-    )
-    SKIPPED_EMPTY = (
-        "skipped_empty",
-        "the text is null, empty or white space only (--empty-text skip); does not count as an error",
-        False,
-    )
-    ROW_TOO_LARGE = (
-        "row_too_large",
-        "the row, or the prompt made of it, has more bytes than --max-row-bytes",
-    )
+    EMPTY_PROMPT = "empty_prompt", "the prompt is blank (--empty-text error), or has no tokens"
+    SKIPPED_EMPTY = "skipped_empty", "the text is null or blank (--empty-text skip); not an error", False
+    ROW_TOO_LARGE = "row_too_large", "the row, or the prompt made of it, has more bytes than --max-row-bytes"
     WRONG_TYPE = "wrong_type", "a value, or the whole line, has a type that cannot be used here"
     INVALID_UTF8 = "invalid_utf8", "a text is not valid UTF-8"
     INVALID_JSON = "invalid_json", "the line is not valid JSON"
-    INVALID_CSV = "invalid_csv", "the row of a CSV file has more or fewer fields than its header, or wrong quotes"
+    INVALID_CSV = "invalid_csv", "the CSV row has more or fewer fields than the header, or wrong quotes"
     MISSING_COLUMN = "missing_column", "the line lacks a column that the prompt needs"
     CONTROL_TEXT = "control_text", "the row has the text of a control token, and it cannot be encoded as plain text"
     TEMPLATE_ERROR = "template_error", "the --template could not be rendered from this row"
     CHAT_ERROR = "chat_error", "the chat template could not be applied to this row's messages"
     INVALID_TOKEN_IDS = "invalid_token_ids", "token ids are empty, negative or beyond the model's vocabulary"
     PROMPT_TOO_LONG = "prompt_too_long", "the prompt has more tokens than --max-length"
-    SKIPPED_TOO_LONG = (
-        "skipped_too_long",
-        "left out because it is too long (--on-long skip); does not count as an error",
-        False,
-    )
-    INVALID_KEEP = (
-        "invalid_keep",
-        "the row's keep is not a rate above 0 and up to 1, or its specprefill is not true, false or null",
-    )
+    SKIPPED_TOO_LONG = "skipped_too_long", "left out because it is too long (--on-long skip); not an error", False
+    INVALID_KEEP = "invalid_keep", "keep is not a rate above 0 and up to 1, or specprefill not true, false or null"
     UNKNOWN_ADAPTER = "unknown_adapter", "the row names an adapter that --adapter does not give"
-    EXCEEDS_MEMORY = (
-        "exceeds_memory",
-        "the prompt does not fit the memory budget, or memory ran out on this prompt alone",
-    )
+    EXCEEDS_MEMORY = "exceeds_memory", "the prompt does not fit the memory budget, or memory ran out on it alone"
     NULL_ID = "null_id", "the id is null or missing"
     DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
-    INVALID_LABELS = (
-        "invalid_labels",
-        "after this prompt, a label has no tokens of its own, or unknown ones, or begins another label",
-    )
-    INVALID_REQUEST = (
-        "invalid_request",
-        "the line of a batch file asks for something that is not supported here, or has a wrong value",
-    )
-    INVALID_TARGET = (
-        "invalid_target",
-        "the target is null, empty, no text, or has no tokens of its own, or unknown ones",
-    )
+    INVALID_LABELS = "invalid_labels", "after this prompt, a label has no tokens, or unknown ones, or begins another"
+    INVALID_REQUEST = "invalid_request", "the line asks for something that is not supported, or has a wrong value"
+    INVALID_TARGET = "invalid_target", "the target is null, empty, not a text, or has no tokens, or unknown ones"
     WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, the last time by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
