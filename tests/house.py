@@ -20,13 +20,28 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    """The syntax of a file."""
+    return ast.parse(path.read_text())
+
+
+def dotted(node: ast.expr) -> str:
+    """A name with dots as it is written: `os.path.join`; empty for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    return ""
+
+
+@cache
 def imported(path: Path, modules: frozenset[str] = frozenset(MODULES)) -> tuple[str, ...]:
     """The modules that a file imports, wherever it does, for type checking too: of these, or those of a name."""
     return tuple(_imported(path, modules))
 
 
 def _imported(path: Path, modules: frozenset[str]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -70,7 +85,7 @@ def _below(role: type) -> list[type]:
 
 def statements() -> int:
     """The statements of the package."""
-    return sum(isinstance(node, ast.stmt) for path in FILES for node in ast.walk(ast.parse(path.read_text())))
+    return sum(isinstance(node, ast.stmt) for path in FILES for node in ast.walk(tree(path)))
 
 
 def main() -> None:

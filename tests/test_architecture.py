@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from typing import Any, get_args, get_type_hints
 
@@ -21,7 +22,14 @@ from prefillcli.options.option import Change, details_of
 from prefillcli.scoring import identity
 from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.score import ScoreJob
-from tests.house import FILES, MODULES, PACKAGE, ROLES, ROOT, circles, implementers, imported
+from tests.house import FILES, MODULES, PACKAGE, ROLES, ROOT, circles, dotted, implementers, imported, tree
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """No later test carries the syntax of all files with it."""
+    yield
+    tree.cache_clear()
 
 
 def test_no_circle_has_more_than_four_files() -> None:
@@ -45,7 +53,7 @@ def test_every_method_of_a_role_has_several_implementers() -> None:
 def test_every_class_has_a_name_of_its_own() -> None:
     homes = defaultdict(list)
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(path.relative_to(PACKAGE).as_posix())
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
@@ -65,13 +73,13 @@ def test_what_needs_no_model_knows_no_torch(package: str) -> None:
 def test_the_walk_opens_no_file() -> None:
     for path in (PACKAGE / "walk").rglob("*.py"):
         assert not {"io", "os", "pathlib"} & set(imported(path)), path
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
         assert "open" not in {call.id for call in calls if isinstance(call, ast.Name)}, path
 
 
 def test_only_runtime_reads_what_the_kernel_says() -> None:
     for path in FILES:
-        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        texts = [node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)]
         files = [text for text in texts if isinstance(text, str) and text.startswith(("/proc", "/sys/"))]
         assert not files or path.parent.name == "runtime", path
 
@@ -87,14 +95,11 @@ def test_files_of_a_run_are_touched_by_one_module(package: str) -> None:
     allowed |= {"os.path", "os.path.expanduser", "os.path.islink", "os.path.realpath", "os.path.ismount"}
     allowed |= {"os.path.getsize", "tempfile.TemporaryFile"}  # of files that only this process knows
     for path in (PACKAGE / package).rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used = {dotted(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
         used = {name for name in used if name.partition(".")[0] in TOUCHES_FILES}
         assert used <= allowed, path
-        called = {
-            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
-        assert "open" not in called, path
+        calls = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        assert "open" not in map(dotted, calls), path
 
 
 OPTIONS_READ = {
@@ -205,10 +210,10 @@ def test_only_the_command_line_and_what_tells_of_options_asks_for_one_by_its_nam
     for module, path in MODULES.items():
         if module.startswith(("prefillcli.options", "prefillcli.command_line")):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.arg) and node.arg == "settings" and node.annotation is not None:
                 assert ast.unparse(node.annotation) != "Any", (module, node.lineno)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr"):
                 assert not ast.unparse(node.args[0]).endswith("settings"), (module, node.lineno)
 
 
@@ -233,9 +238,9 @@ PROBED = {
 def test_no_object_of_ours_is_asked_what_it_has_by_now() -> None:
     """A phase returns a value that is whole; what a run has not reached yet is None, in `core/run.py`'s `Reached`."""
     for module, path in MODULES.items():
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        asked = [node.args for node in calls if ast.unparse(node.func) == "hasattr"]
-        asked += [node.args for node in calls if ast.unparse(node.func) == "getattr" and _of_ours(node)]
+        calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        asked = [node.args for node in calls if dotted(node.func) == "hasattr"]
+        asked += [node.args for node in calls if dotted(node.func) == "getattr" and _of_ours(node)]
         assert {_name(args[1]) for args in asked} <= PROBED.get(module, set()), module
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.house import ROOT, dotted, tree
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """No later test carries the syntax of all files with it."""
+    yield
+    tree.cache_clear()
 
 
 def module_file(name: str) -> Path | None:
@@ -43,13 +44,14 @@ def patched(of: ast.Module) -> Iterator[tuple[int, str, str]]:
             continue
         first, *others = call.args
         target = ""
-        if ast.unparse(call.func).endswith("setattr"):
+        called = call.func.attr if isinstance(call.func, ast.Attribute) else dotted(call.func)
+        if called.endswith("setattr"):
             if isinstance(first, ast.Constant):
                 target = str(first.value)
             elif others and isinstance(others[0], ast.Constant):
                 head, _, rest = ast.unparse(first).partition(".")
                 target = ".".join(filter(None, (names.get(head, head), rest, str(others[0].value))))
-        elif ast.unparse(call.func) == "Hold" and isinstance(first, ast.Constant):
+        elif called == "Hold" and isinstance(first, ast.Constant):
             target = str(first.value).replace(":", ".")
         module, _, name = target.rpartition(".")
         if module_file(module):
@@ -67,7 +69,7 @@ def read_names(of: ast.Module) -> tuple[set[str], set[tuple[str, str]]]:
         if isinstance(node, ast.ImportFrom) and node.col_offset > 0:
             others |= {(node.module or "", alias.name) for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
-            others.add((names.get(ast.unparse(node.value), ""), node.attr))
+            others.add((names.get(dotted(node.value), ""), node.attr))
     return own, others
 
 

@@ -166,22 +166,17 @@ def test_an_output_that_is_there_is_told_before_torch_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "Is it? Answer:"}\n')
-    command = ["score", "in.jsonl", "-o", "out.parquet"]
-
-    def run(*commands: list[str]) -> list[str]:
-        words = [sys.executable, "-c", RUN, json.dumps(commands)]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-        return done.stdout.splitlines()
-
     monkeypatch.chdir(tmp_path)
     assert score("in.jsonl")["exit_code"] == 0
     report = (tmp_path / "out.run.json").read_bytes()
-    summary, code, heavy = run(command)
+    words = [sys.executable, "-c", RUN, json.dumps([["score", "in.jsonl", "-o", "out.parquet"]])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    summary, code, heavy = done.stdout.splitlines()
     assert "out.parquet is complete\ncontinue with --resume" in json.loads(summary)["error"]
     assert (code, json.loads(heavy)) == ("2", [])
     assert (tmp_path / "out.run.json").read_bytes() == report
     (tmp_path / "in.jsonl").write_text('{"prompt": "Was it? Answer:"}\n')  # that is another job
-    assert run(command)[-2] == "4"
+    assert score("in.jsonl")["exit_code"] == 4
 
 
 SCORE = """

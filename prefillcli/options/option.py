@@ -321,11 +321,11 @@ class Settings(BaseModel):
 
     def ignored(self) -> dict[str, Requirement]:
         """Return the options that were given but would be ignored, each with the first requirement that is not met."""
-        found = {}
+        found, given = {}, self.given
         for name, required in self.required().items():
             field, value = self.options()[name], self.value(name)
             off = field.default if field.annotation is bool else details_of(type(self), name).off
-            if name in self.given and value is not None and value != off:
+            if name in given and value is not None and value != off:
                 missing = [each for each in required if not each.met(self)]
                 if missing:
                     found[name] = missing[0]

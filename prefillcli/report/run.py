@@ -996,11 +996,12 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
     Without `report.report` there is neither `run.json` nor page. A run that cannot write `run.json` has failed; page
     and metrics only serve to watch it, so failing to write them does not change how it ends.
     """
-    report.verdict = verdict_of(shown_report(report))
+    safe = shown_report(report)
+    report.verdict = verdict_of(safe)
     if report.report is not None:
         report.page = page_of(report.report)
         try:
-            put_text(report.page, run_html(shown_report(report)))
+            put_text(report.page, run_html(safe))
         except Exception as error:  # whatever fails here, the scores are written already
             report.page = None
             _warn("page", error)

@@ -12,7 +12,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
@@ -403,7 +404,16 @@ def _found(path: Path) -> FoundFile:
 
 
 def _matching(root: Path, patterns: Iterable[str]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in root.glob(pattern) if path.is_file()})
+    # As `root.glob` for each pattern, but a folder is listed once for all of them: it may be on a network.
+    names: dict[str, list[str]] = defaultdict(list)
+    for pattern in patterns:
+        folder, _, name = pattern.rpartition("/")
+        names[folder].append(name)
+    found = []
+    for folder, wanted in names.items():
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            found += [path for path in (root / folder).iterdir() if any(fnmatchcase(path.name, own) for own in wanted)]
+    return sorted(path for path in found if path.is_file())
 
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
@@ -527,9 +537,17 @@ def require_seal(file: IO[bytes]) -> None:
         raise DamagedFileError("its bytes are not those that were written")
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, for `json.dumps`: copies of all that they hold take longer than the JSON.
+
+    Raises TypeError for anything else.
+    """
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
 def with_checksum(content: dict[str, Any]) -> bytes:
     """Return JSON with its own checksum."""
-    content = json.loads(json.dumps(content))
+    content = json.loads(json.dumps(content, default=fields_of))
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 

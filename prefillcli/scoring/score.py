@@ -94,8 +94,9 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     else:
         for text in untold(report):
             log.warning(text, event=ABOUT_ANSWERS)
-    log.event("ended", f"the run is {report.status}, exit code {report.exit_code}", summary=report.summary())
-    return report.summary()
+    summary = report.summary()
+    log.event("ended", f"the run is {report.status}, exit code {report.exit_code}", summary=summary)
+    return summary
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ def audit_of(
     )
 
 
+@lru_cache(maxsize=1 << 14)  # learning exits asks for the same ones for each kind of probe and goal
 def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None = None) -> float:
     """Return the one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like
     `exact_interval`.

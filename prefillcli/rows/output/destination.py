@@ -134,7 +134,7 @@ class Manifest:
     def save(self, store: Store) -> None:
         """Write it, whole."""
         self.updated = _now()
-        content = {**asdict(self), **self.job.to_json()}
+        content = {**vars(self), **self.job.to_json()}
         del content["job"]
         store.put_bytes(NAME, with_checksum(content))
 

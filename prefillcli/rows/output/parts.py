@@ -15,7 +15,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import IO, Any
 
@@ -30,7 +30,7 @@ from prefillcli.rows.output.columns import DIGEST, ROW, TAKEN_OVER, ResultRows
 from prefillcli.rows.output.destination import Job, write_parquet
 from prefillcli.rows.output.store import Store
 from prefillcli.rows.output.tallies import Counts
-from prefillcli.rows.proof import JOB_KEY, require_seal
+from prefillcli.rows.proof import JOB_KEY, fields_of, require_seal
 from prefillcli.rows.records import Prompt, Window
 from prefillcli.rows.values import id_texts, to_python
 from prefillcli.stats.arrays import Int64Array
@@ -251,7 +251,7 @@ def _marked(rows: pa.Table, digests: pa.Array, *, taken_over: bool) -> pa.Table:
 def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:
     """Write rows of a window as a part."""
     buffer = io.BytesIO()
-    metadata = {JOB_KEY: json.dumps({**asdict(info), "job": info.job.to_json()}).encode()}
+    metadata = {JOB_KEY: json.dumps({**vars(info), "job": info.job.to_json()}, default=fields_of).encode()}
     write_parquet(buffer, rows.schema.with_metadata(metadata), [rows], compression="lz4")
     store.put_bytes(info.name, buffer.getvalue())
 
