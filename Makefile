@@ -26,6 +26,9 @@ JOB_SHUFFLES ?= 2
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
+# The share of its examples that each property test tries in `make test`, others each time. CI tries all: EXAMPLES=1
+EXAMPLES ?= 0.3
+
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -176,7 +179,8 @@ demo-real: setup-real
 
 # All tests but the long ones
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "not nightly and not matrix and not real"
+	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 \
+		-m "not nightly and not matrix and not real"
 
 # The tests that files changed since a revision can reach, by what imports what: SINCE=HEAD~3. Without it, since the branch
 # left origin/main

@@ -47,6 +47,10 @@ if hypothesis:
     hypothesis.settings.register_profile("prefill", deadline=None)
     hypothesis.settings.load_profile("prefill")
 
+# The share of its examples that each property test tries, always others: `make test` tries some, CI all.
+_EXAMPLES = float(os.environ.get("EXAMPLES", "1"))
+_FEWEST = 5
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -58,16 +62,16 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _known_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Jobs open models that this process knows from memory, but where opening them is the subject."""
-    if any(part in _OPENING for part in request.path.relative_to(request.config.rootpath / "tests").parts[:-1]) or (
-        request.node.get_closest_marker("fresh_models")
-    ):
-        yield
-        return
-    from tests.kept_models import keep_models
+    """Jobs open models that this process knows from memory, but where opening them is the subject, and checks of
+    attention take the numbers that they are held against from there, but where these checks are."""
+    from tests.kept_models import keep_explicit_scores, keep_models
 
+    folders = set(request.path.relative_to(request.config.rootpath / "tests").parts[:-1])
     with pytest.MonkeyPatch.context() as patch:
-        keep_models(patch)
+        if not folders & _OPENING and not request.node.get_closest_marker("fresh_models"):
+            keep_models(patch)
+        if "walk" not in folders:
+            keep_explicit_scores(patch)
         yield
 
 
@@ -94,6 +98,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {case for cases in _cases(items, "nightly") for case in cases[-(-len(cases) // every) :]}
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A property test tries the share of its examples."""
+    test, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
+    own = getattr(test, name, None)
+    if own is not None and _EXAMPLES < 1 and test not in _FEWER:
+        _FEWER.add(test)
+        most = min(own.max_examples, max(round(own.max_examples * _EXAMPLES), _FEWEST))
+        setattr(test, name, hypothesis.settings(own, max_examples=most))
+
+
+_FEWER: set[Any] = set()
 
 
 def pytest_collection_finish() -> None:

@@ -35,7 +35,7 @@ class _Kept:
         return self._values[key]
 
 
-_FILES, _TOKENIZERS, _WEIGHTS = _Kept(), _Kept(), _Kept()
+_FILES, _TOKENIZERS, _WEIGHTS, _EXPLICIT = _Kept(), _Kept(), _Kept(), _Kept()
 
 
 def keep_models(patch: pytest.MonkeyPatch) -> None:
@@ -43,6 +43,20 @@ def keep_models(patch: pytest.MonkeyPatch) -> None:
     for module, name, kept in _OPENING:
         if module in sys.modules:  # else this test needs no torch
             patch.setattr(sys.modules[module], name, kept(getattr(sys.modules[module], name)))
+
+
+def keep_explicit_scores(patch: pytest.MonkeyPatch) -> None:
+    """While `patch` lasts, checks of attention know the explicit scores of their cases, which are always the same."""
+    checks = sys.modules.get("prefillcli.walk.attention_checks")
+    if checks is None:
+        return
+    compute = checks._explicit
+
+    def explicit(case: Any, dtype: Any) -> Any:
+        return _EXPLICIT.get((case, dtype), lambda: compute(case, dtype))
+
+    explicit.cache_clear = compute.cache_clear  # type: ignore[attr-defined]
+    patch.setattr(checks, "_explicit", explicit)
 
 
 def _content(folder: Path) -> Hashable:

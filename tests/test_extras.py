@@ -69,7 +69,7 @@ def test_development_has_what_its_tests_need_of_the_extras() -> None:
     assert wanted <= there
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly  # that the command is quiet is tested daily, in `jobs/test_command.py`
 @pytest.mark.parametrize("package", ["benchmarks", "recipes", "training"])
 def test_other_libraries_are_quiet_while_a_benchmark_or_recipe_imports_them(package: str) -> None:
     code = f"import {package}; from transformers import LlamaForCausalLM; LlamaForCausalLM"
