@@ -276,7 +276,7 @@ def test_merged_shards_are_evaluated_like_one_output(model: Path, monkeypatch: p
     for number in (1, 2):
         done = score(source, model=model, truth="truth", max_error_rate=0.5, shard=f"{number}/2", **flags)
         assert "evaluations" not in done
-        assert read_report(done["report"])["evaluations"] == {}
+        assert "evaluations" not in read_report(done["report"])
     assert merge()["evaluations"]["answer"]["rows"] == whole["rows"]
     merged = read_report()["evaluations"]["answer"]
     for again in (merged, merge() and read_report()["evaluations"]["answer"]):
