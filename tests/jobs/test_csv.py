@@ -10,9 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 import pyarrow as pa
@@ -240,13 +243,53 @@ def piped(given: bytes, *words: object) -> tuple[bytes, dict[str, Any]]:
     return out, json.loads(err.decode().splitlines()[-1])
 
 
+def stdin_is_a_pipe() -> None:
+    os.dup2(os.open("stdin", os.O_RDONLY), 0)
+    tempfile.tempdir = None  # chosen where this process was forked
+
+
+@contextmanager
+def between_pipes(*words: object, **options: Any) -> Iterator[tuple[Command, IO[bytes]]]:
+    """`pipe` in a process that need not start torch: the command, and what it writes to stdout."""
+    Path("tmp").mkdir(exist_ok=True)
+    environment = {"TMPDIR": os.path.abspath("tmp")}
+    for name in ("stdin", "stdout"):
+        os.mkfifo(name)
+    with open(os.open("stdout", os.O_RDONLY | os.O_NONBLOCK), "rb") as stdout:
+        command = Command("score", *words, "-m", SAMPLE, "--quiet", environment=environment, **options)
+        command.wait_until(Path("stderr").exists)  # it opens it after the other
+        os.set_blocking(stdout.fileno(), True)
+        yield command, stdout
+    for name in ("stdin", "stdout", "stderr"):
+        os.unlink(name)
+
+
+def open_when_read(name: str, command: Command) -> IO[bytes]:
+    """A pipe that the command reads."""
+    ends: list[int] = []
+
+    def opened() -> bool:
+        with suppress(OSError):  # nobody reads it yet
+            ends.append(os.open(name, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(ends)
+
+    command.wait_until(opened)
+    os.set_blocking(ends[0], True)
+    return open(ends[0], "wb")
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.parquet"])
 def test_rows_come_through_a_pipe_and_scores_go_through_another(name: str, tmp_path: Path) -> None:
     before = sorted(os.listdir())
     words = ["--id-column", "id", "--max-error-rate", 0.5]
-    out, summary = piped(Path(name).read_bytes(), "-", *words)
+    with between_pipes("-", *words, prepare=stdin_is_a_pipe) as (command, stdout):
+        with open_when_read("stdin", command) as stdin:
+            stdin.write(Path(name).read_bytes())
+        out = stdout.read()
+        command.end()
+        summary = json.loads(command.stderr.splitlines()[-1])
     assert sorted(os.listdir()) == sorted([*before, "tmp"])
     assert (summary["exit_code"], summary["output"], summary["report"]) == (0, "-", None)
     assert summary["rows"]["total"] == COUNT
@@ -309,10 +352,9 @@ def test_a_full_disk_behind_a_pipe_is_no_reason_to_resume(model: Path, capfd: py
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    with pipe("in.csv", "-o", "-", "--max-error-rate", 0.5) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.wait(120) == 0
+    with between_pipes("in.csv", "-o", "-", "--max-error-rate", 0.5) as (command, stdout):
+        stdout.close()
+        assert command.end() == 0
 
 
 @pytest.mark.parametrize(

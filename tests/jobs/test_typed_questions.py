@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +179,26 @@ def test_questions_from_python_are_those_of_a_file(model: Path) -> None:
 NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=3, max_size=3, unique=True)
 
 
+def answers_of(model: Path, chosen: list[int], names: list[str]) -> dict[int, list[Any]]:
+    every = [REFUND, TOPIC, ANGER]
+    asked = [every[at].to_json() | {"name": names[at]} for at in chosen]
+    with Scorer(model, questions=asked, deterministic=True) as scorer:
+        table = scorer.score([{"text": text} for text in TEXTS])
+    return {at: [table[names[at]].to_pylist(), table[f"{names[at]}.label_mass"].to_pylist()] for at in chosen}
+
+
+@cache
+def usual_answers(model: Path) -> dict[int, list[Any]]:
+    return answers_of(model, [0, 1, 2], ["x", "y", "z"])
+
+
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=st.permutations([0, 1, 2]), few=st.integers(1, 3), names=NAMES)
 def test_an_answer_depends_on_no_name_and_no_other_question(
     model: Path, order: list[int], few: int, names: list[str]
 ) -> None:
-    def answers(chosen: list[int], names: list[str]) -> dict[int, list[Any]]:
-        every = [REFUND, TOPIC, ANGER]
-        asked = [every[at].to_json() | {"name": names[at]} for at in chosen]
-        with Scorer(model, questions=asked, deterministic=True) as scorer:
-            table = scorer.score([{"text": text} for text in TEXTS])
-        return {at: [table[names[at]].to_pylist(), table[f"{names[at]}.label_mass"].to_pylist()] for at in chosen}
-
-    usual = answers([0, 1, 2], ["x", "y", "z"])
-    for at, found in answers(order[:few], names).items():
+    usual = usual_answers(model)
+    for at, found in answers_of(model, order[:few], names).items():
         assert found == usual[at]  # the same bits
 
 
