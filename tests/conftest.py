@@ -10,6 +10,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -101,10 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """A property test tries the share of its examples."""
+    """A property test tries the share of its examples, but for machines of states, which are methods."""
     test, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
     own = getattr(test, name, None)
-    if own is not None and _EXAMPLES < 1 and test not in _FEWER:
+    if own is not None and isfunction(test) and _EXAMPLES < 1 and test not in _FEWER:
         _FEWER.add(test)
         most = min(own.max_examples, max(round(own.max_examples * _EXAMPLES), _FEWEST))
         setattr(test, name, hypothesis.settings(own, max_examples=most))
