@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.console import log
 from benchmarks.exit_cases import SATISFIED
-from prefillcli.models.gguf import read_gguf_header
+from prefillcli.models.gguf_header import read_gguf_header
 from prefillcli.walk.packed import block_of, unpack
 from recipes.real_model import FOLDER, QWEN, joined_file, reviews
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
+from prefillcli.models.decision_models import SAYS_SO, require_layout
 from prefillcli.models.files import quoted, read_header, read_json
 from prefillcli.options.reading import AdapterOptions
 from prefillcli.prompts.settings import RowColumns
@@ -291,7 +292,12 @@ class AdapterVariants:
 
 
 def open_adapters(
-    opened: Opened, folders: Mapping[str, str], column: str | None, *, trust_remote_code: bool = False
+    opened: Opened,
+    folders: Mapping[str, str],
+    column: str | None,
+    *,
+    layout: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Opened:
     """Open the same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
     checked against the model's configuration; its weights are not read.
@@ -306,7 +312,10 @@ def open_adapters(
             "take the model that the adapter was trained on in float, or leave the adapter out"
         )
     reader = list(_TASKS)[opened.files.head is not None]
-    found = [_read_adapter(name, find_adapter(given), reader) for name, given in folders.items()]
+    paths = {name: find_adapter(given) for name, given in folders.items()}
+    for folder in paths.values():
+        require_layout(folder, OPTION, layout)
+    found = [_read_adapter(name, folder, reader) for name, folder in paths.items()]
     opened = _with_tokenizer(opened, found, by_row=column is not None, trust_remote_code=trust_remote_code)
     return replace(opened, variants=AdapterVariants(tuple(_checked(each, opened.files) for each in found), column))
 
@@ -322,6 +331,9 @@ def local_adapter(name: str) -> Path | None:
     return None
 
 
+_ALLOWED = CONFIG, WEIGHTS, "*token*.json", "*.jinja", "*.model"
+
+
 def find_adapter(name: str) -> Path:
     """Return the `local_adapter`, or else a snapshot of the hub repository. Raises UsageError."""
     if (path := local_adapter(name)) is not None:
@@ -330,7 +342,7 @@ def find_adapter(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, "*token*.json", "*.jinja", "*.model"]))
+        return Path(snapshot_download(name, allow_patterns=[*_ALLOWED, *SAYS_SO]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UsageError(f"{OPTION} {name}: not found locally or on the hub ({brief(error)})") from None
 

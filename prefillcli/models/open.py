@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.models.decision_models import require_layout
 from prefillcli.models.files import (
     check_config,
     check_files,
@@ -166,7 +167,9 @@ def _reader(lm: ModelOptions, processes: WorkerOptions, dtypes: Sequence[str] = 
 
 def _find_chosen(lm: ModelOptions, *, typed: bool = False) -> Path:
     if lm.model is not None:
-        return find_model(lm.model, lm.revision)
+        found = find_model(lm.model, lm.revision)
+        require_layout(found, "--model", lm.layout)
+        return found
     path = sample_model(typed)
     log.warning(
         "no --model given: this is the sample model, a demonstration of a million parameters that knows nothing but "
@@ -212,6 +215,8 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     lm, (option, names) = settings.lm, small_models(settings)
     path = _find_chosen(lm, typed=asks_typed(settings))
     found = [find_model(name, option=f"--{option}") for name in names]
+    for folder in found if option != "draft" else ():  # whose answers are not read
+        require_layout(folder, f"--{option}", lm.layout)
     reader, threads = _reader(lm, settings.processes, dtypes), Threads(lm.threads)
     narrow = settings.exits.narrow
     clock.step("opening the model")

@@ -252,6 +252,12 @@ class ModelOptions(Options):
         "classification or reward head. auto: as config.json says.",
         MODEL, changes="scores",
     )  # fmt: skip
+    layout: Literal["auto", "generic"] = option(
+        "auto",
+        "How a model trained for typed decisions is asked. auto: in its own layout, or not at all; generic: like any "
+        "other model, for answers that it was not trained to give.",
+        MODEL, changes="scores",
+    )  # fmt: skip
     threads: ThreadCount = option(
         "auto",
         "CPU threads; auto: one for each usable core, fewer while other programs are busy.",

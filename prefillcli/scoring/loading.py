@@ -91,9 +91,9 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         return opened
     from prefillcli.models.adapters import open_adapters
 
-    trusted = settings.lm.trust_remote_code
+    lm = settings.lm
     return open_adapters(
-        opened, settings.adapters.adapter, settings.adapters.adapter_column, trust_remote_code=trusted
+        opened, own.adapter, own.adapter_column, layout=lm.layout, trust_remote_code=lm.trust_remote_code
     )
 
 

@@ -14,6 +14,7 @@ from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.inputs import ALL_COLUMNS, Inputs, OpenRows, open_source
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
 from prefillcli.judging.calibration import content_free_prompts
+from prefillcli.models.decision_models import require_layout
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, asks_typed, local_model, small_models
 from prefillcli.options.combinations import given
@@ -209,11 +210,17 @@ def local_models(settings: JobSettings) -> list[Path]:
     ]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]
+    for model, said in zip(found, ("--model", *(f"--{option}" for _ in names)), strict=True):
+        if model is not None and said != "--draft":  # a draft's answers are not read
+            require_layout(model, said, settings.lm.layout)
     adapters = settings.adapters.adapter
     if adapters:
         from prefillcli.models.adapters import local_adapter
 
-        found += map(local_adapter, adapters.values())
+        for adapter in map(local_adapter, adapters.values()):
+            if adapter is not None:
+                require_layout(adapter, "--adapter", settings.lm.layout)
+            found.append(adapter)
     return [*filter(None, found)]
 
 

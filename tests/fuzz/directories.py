@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from prefillcli.models.gguf import read_gguf_header
+from prefillcli.models.gguf_header import read_gguf_header
 from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.outputs import require_all_rows

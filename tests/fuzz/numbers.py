@@ -21,7 +21,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from prefillcli.models.gguf import read_gguf_header
+from prefillcli.models.gguf_header import read_gguf_header
 from tests.adapters import peft_model, save_adapter
 from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer

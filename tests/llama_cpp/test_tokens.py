@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.models.gguf import read_gguf_header
+from prefillcli.models.gguf_header import read_gguf_header
 from prefillcli.models.gguf_tokenizer import SPLITS, make_tokenizer
 from recipes.real_model import FOLDER, GEMMA, gguf_file, joined_file
 from tests.gguf_files import splitting_fields, tokenizer_fields, write_tokenizer

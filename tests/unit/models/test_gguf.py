@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.models.find import read_model_files
-from prefillcli.models.gguf import read_gguf_header
+from prefillcli.models.gguf_header import read_gguf_header
 from prefillcli.models.open import find_model
 from tests.gguf_files import part_of, write_gguf
 from tests.jobs.models import save_model

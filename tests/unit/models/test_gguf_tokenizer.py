@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 
 from prefillcli.errors import UsageError
-from prefillcli.models.gguf import read_gguf_header
+from prefillcli.models.gguf_header import read_gguf_header
 from prefillcli.models.gguf_tokenizer import make_tokenizer, unknown_settings
 from prefillcli.models.open import load_tokenizer
 from tests.gguf_files import splitting_fields, write_tokenizer

@@ -20,7 +20,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from prefillcli.errors import UsageError
-from prefillcli.models.gguf import GgufModel, read_gguf_header
+from prefillcli.models.gguf import GgufModel
+from prefillcli.models.gguf_header import read_gguf_header
 from prefillcli.models.placement import place_gguf, read_all
 from prefillcli.rows.proof import ModelContents
 from tests.unit.walk.tiny_models import EXPERTS, make_tiny_model

@@ -1,0 +1,95 @@
+"""Models that were trained for typed decisions are not asked in a layout that is not theirs, unless that is wanted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefillcli.errors import UsageError
+from prefillcli.models.decision_models import decision_type, require_layout
+from tests.gguf_files import write_gguf
+from tests.jobs.jobs import read_output, score, write_parquet
+from tests.jobs.models import save_model
+
+MARKS: dict[str, tuple[dict[str, Any], str]] = {
+    "decider": ({"decider_config.json": {"layout": "chat"}}, "decider (by decider_config.json)"),
+    "pplx-decider": ({"decision_config.json": {"format_version": 1}}, "pplx-decider (by decision_config.json)"),
+    "temperatures": ({"temperatures.json": {"noul": 1.4, "choice": 0.9}}, "temperatures.json"),
+    "kev": ({"adapter_config.json": {}, "training_config.json": {}}, "kev (by training_config.json)"),
+    "nimble": ({"adapter_config.json": {}, "schema_config.json": {}}, "nimble (by schema_config.json)"),
+    "lev": ({"adapter_config.json": {}, "calibration.json": {}}, "lev (by calibration.json)"),
+}
+UNMARKED: dict[str, dict[str, Any]] = {
+    "a training's settings beside a whole model": {"training_config.json": {}, "calibration.json": {}},
+    "temperatures of something else": {"temperatures.json": {"cpu": 71}},
+    "an adapter": {"adapter_config.json": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "plain")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def marked(folder: Path, files: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_a_folder_says_that_its_model_needs_a_layout_of_its_own(kind: str, tmp_path: Path) -> None:
+    files, said = MARKS[kind]
+    folder = marked(tmp_path / "model", files)
+    with pytest.raises(UsageError) as caught:
+        require_layout(folder, "--first", "auto")
+    text = str(caught.value)
+    assert text.startswith(f"--first {folder}: a decision model")
+    assert said in text
+    assert "--layout generic" in text
+    require_layout(folder, "--first", "generic")
+
+
+@pytest.mark.parametrize("what", UNMARKED)
+def test_other_files_of_these_names_say_nothing(what: str, tmp_path: Path) -> None:
+    assert decision_type(marked(tmp_path / "model", UNMARKED[what])) is None
+
+
+@pytest.mark.parametrize("type_", ["openjev", "a-type-of-tomorrow"])
+def test_a_gguf_file_says_so_in_its_header(
+    model: Path, tmp_path: Path, type_: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", model, settings={"decision.type": type_})
+    write_parquet("in.parquet", prompt=["one", "two"])
+    assert score("in.parquet", model=file)["exit_code"] == 2
+    assert f"of the type {type_} (by llama.decision.type)" in capsys.readouterr().err
+    assert score("in.parquet", "generic.parquet", model=file, layout="generic")["exit_code"] == 0
+    plain = write_gguf(tmp_path / "plain.gguf", model)
+    assert score("in.parquet", "plain.parquet", model=plain)["exit_code"] == 0
+    scores = ([row["score"] for row in read_output(name)] for name in ("generic.parquet", "plain.parquet"))
+    assert next(scores) == next(scores)
+
+
+@pytest.mark.parametrize("option", ["model", "first", "draft"])
+def test_a_job_refuses_such_a_model_but_as_a_draft(
+    model: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "decider"))
+    marked(folder, {"decider_config.json": {}})
+    write_parquet("in.parquet", prompt=["a prompt of some words " * 20] * 2)
+    flags: dict[str, Any] = {"model": model, option: folder}
+    if option == "draft":
+        assert score("in.parquet", keep=0.5, **flags)["exit_code"] == 0
+        return
+    assert score("in.parquet", **flags)["exit_code"] == 2
+    assert f"--{option} {folder}: a decision model of the type decider" in capsys.readouterr().err
