@@ -51,11 +51,12 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray] | None = None,
     parts: int = 1,
     tokenizer: Mapping[str, Any] | None = None,
+    systemone: str | None = None,
 ) -> Path:
     """The model of a folder in GGUF format at `path`, matrices quantised as `kind`; the first file where it is split.
 
     `settings` of the family replace those of the model, or drop them where they are None; `tensors` are added to its.
-    So do those of the `tokenizer`, without `tokenizer.ggml.`.
+    So do those of the `tokenizer`, without `tokenizer.ggml.`. `systemone` is a template of typed decisions.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = [path] if parts == 1 else [part_of(path, number, parts) for number in range(1, parts + 1)]
@@ -66,6 +67,8 @@ def write_gguf(
             _write_settings(writer, model.config, architecture, settings or {})
             least = model.config.vocab_size if architecture.startswith("qwen35") else 0
             _write_tokenizer(writer, folder, least, tokenizer or {})
+            if systemone is not None:
+                writer.add_string("tokenizer.chat_template.systemone", systemone)
         if parts > 1:
             writer.add_uint16("split.no", number)
             writer.add_uint16("split.count", parts)

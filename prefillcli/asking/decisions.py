@@ -13,6 +13,7 @@ import numpy as np
 from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
 from prefillcli.asking.forms import QUESTION_END, Order, orders_of, text_of, with_answers
+from prefillcli.asking.layouts import require_own_layout
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
@@ -21,9 +22,10 @@ from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks
 from prefillcli.prompts.labels import Following, LabelError, Labels
+from prefillcli.prompts.layouts import LaidOut, Layout
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
 from prefillcli.prompts.settings import PromptSettings
-from prefillcli.prompts.templates import RowTemplate
+from prefillcli.prompts.templates import LayoutTemplate, RowTemplate
 from prefillcli.rows.output.batches import BARE, Responses
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.destination import FORMAT
@@ -101,11 +103,16 @@ class DecisionAsking(Asking):
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried
+        self._layout: Layout | None = None
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
 
+    def require_layout(self, layout: Layout) -> None:
+        require_own_layout(self.settings, layout)
+
     def labels(self, opened: Opened) -> Labels:
+        self._layout = opened.layout
         if opened.files.head is not None:
             raise UsageError(
                 "requests with typed questions: the model's classification head is read, which has one answer to a "
@@ -131,6 +138,7 @@ class DecisionAsking(Asking):
             carried=self.carried,
             models=served_names(self.settings, opened),
             orders=self.settings.asking.orders,
+            layout=opened.layout,
         )
 
     def require_lines(self, source: Source) -> None:
@@ -141,7 +149,8 @@ class DecisionAsking(Asking):
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
         request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        return [with_answers(question, order) for question, order in _asked(request, self.settings.asking.orders)]
+        answered = with_answers if self._layout is None else self._layout.answered
+        return [answered(question, order) for question, order in _asked(request, self.settings.asking.orders)]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
@@ -188,9 +197,13 @@ class DecisionBuilder(PromptBuilder):
         carried: Sequence[str],
         models: Sequence[str],
         orders: int,
+        layout: Layout | None = None,
     ) -> None:
         own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=QUESTION_END)
+        if layout is not None:
+            own = replace(own, chat=False, question_end="", laid_out=LaidOut(layout, {}))
         super().__init__(tokenizer, own)
+        self._layout = layout
         self._further = self.optional
         # What a request is about, by which shards tell rows that begin alike.
         self.columns = tuple(name for name in (BODY, "input", "state") if name in carried)
@@ -207,6 +220,7 @@ class DecisionBuilder(PromptBuilder):
             carried=self._carried,
             models=self._models,
             orders=self._orders,
+            layout=self._layout,
         )
 
     def fingerprint(self) -> str:
@@ -221,12 +235,15 @@ class DecisionBuilder(PromptBuilder):
         columns: dict[str, list[Any]] = {name: [] for name in (DOCUMENT, QUESTION, ANSWERS, *optional)}
         asked: list[tuple[int, int, str]] = []  # of each prompt the row, its number there, and its question's name
         for at, row, request in self._requests(batch, errors):
-            for part, (question, order) in enumerate(_asked(request, self._orders)):
-                answers = with_answers(question, order).answers
-                columns[DOCUMENT].append(request.document)
-                columns[QUESTION].append(text_of(question, order))
-                # Their names have no part in what is said.
-                columns[ANSWERS].append(tuple(each._replace(name=each.said or each.name) for each in answers))
+            try:
+                forms = [self._form(request, question, order) for question, order in _asked(request, self._orders)]
+            except UsageError as none:  # more options than the layout of the model has codes
+                errors[row] = RowError(ErrorCode.INVALID_REQUEST, str(none))
+                continue
+            for part, (question, document, said, answers) in enumerate(forms):
+                columns[DOCUMENT].append(document)
+                columns[QUESTION].append(said)
+                columns[ANSWERS].append(answers)
                 for name in optional:
                     columns[name].append(batch.columns[name][at])
                 asked.append((row, part, question.name))
@@ -240,6 +257,23 @@ class DecisionBuilder(PromptBuilder):
         for prompt in prompts:
             prompt.row, prompt.part, prompt.question = asked[prompt.row]
         return [prompt for prompt in prompts if prompt.row not in errors], errors
+
+    def _form(
+        self, request: DecisionRequest, question: Question, order: Order
+    ) -> tuple[Question, Any, Any, tuple[Label, ...]]:
+        # A question, with its document, what is said of it, and the labels that answer it; their names have no part in
+        # what is said. Raises UsageError for one that the model's layout has no room for.
+        if self._layout is None:
+            labels = with_answers(question, order).answers
+            own = tuple(each._replace(name=each.said or each.name) for each in labels)
+            return question, request.document, text_of(question, order), own
+        values = self._layout.values(question, order, request.given.get(question.name))
+        if self._layout.lists_all:
+            others = (self._layout.values(each, None, request.given.get(each.name)) for each in request.questions)
+            values["questions"] = list(others)
+        labels = self._layout.answered(question, order).answers
+        own = tuple(each._replace(name="".join(each.variants or ())) for each in labels)
+        return question, request.state, values, own
 
     def _requests(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, int, DecisionRequest]]:
         # The place, the number and the request of each row that is not in `errors`; rows without one are added there.
@@ -272,6 +306,9 @@ class DecisionBuilder(PromptBuilder):
         self, batch: RowBatch, errors: dict[int, RowError]
     ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
         # Document and question, both from the data.
+        if self._laid_out is not None:
+            yield from self._in_layout_of_model(batch, self._laid_out)
+            return
         for row, document, question in zip(
             batch.rows.tolist(), batch.columns[DOCUMENT], batch.columns[QUESTION], strict=True
         ):
@@ -280,6 +317,25 @@ class DecisionBuilder(PromptBuilder):
                 yield row, texts, None
             else:
                 yield row, texts[DOCUMENT].strip() and texts[DOCUMENT] + texts[QUESTION], marks
+
+    def _in_layout_of_model(
+        self, batch: RowBatch, template: LayoutTemplate
+    ) -> Iterator[tuple[int, str | RowError, Marks | None]]:
+        rows, values, marked = [], [], []
+        for row, state, asked in zip(
+            batch.rows.tolist(), batch.columns[DOCUMENT], batch.columns[QUESTION], strict=True
+        ):
+            given, marks = self._literal({**asked, "state": state}, joined=True)
+            if isinstance(given, RowError):
+                yield row, given, None
+            else:
+                rows.append(row)
+                values.append(given)
+                marked.append(marks)
+        yield from zip(rows, template.render(values), marked, strict=True)
+
+    def _in_layout(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
+        return raw  # it is already
 
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
         return {DOCUMENT: batch.columns[DOCUMENT][place]}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
+from prefillcli.asking.layouts import require_own_layout
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -25,6 +26,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import INSTRUCTIONS, PromptBuilder
 from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.layouts import LaidOut, Layout
 from prefillcli.prompts.settings import DOCUMENT_COLUMNS, PromptSettings
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
@@ -100,13 +102,25 @@ class QuestionAsking(Asking):
         each[0].each = each
         return each[0]
 
+    def require_layout(self, layout: Layout) -> None:
+        require_own_layout(self.settings, layout)
+        for each in self.file.questions:
+            what = "has a template of its own" if not each.put else "differs from row to row" * each.rendered
+            if what or each.swap:
+                raise UsageError(
+                    f"{self._option}: question {each.name!r} {what or 'exchanges two columns'}, and the model asks in "
+                    f"a layout of its own ({layout.type})\n"
+                    "ask it about a document, or ask the model like any other with --layout generic"
+                )
+            layout.answered(each.question)  # raises UsageError
+
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
             raise UsageError(
                 f"{self._option}: the model's classification head is read, which has one answer to a text\n"
                 "read the next token with --head vocabulary"
             )
-        return QuestionLabels(opened.tokenizer, self.file, self.settings)
+        return QuestionLabels(opened.tokenizer, self.file, self.settings, opened.layout)
 
     def builder(
         self,
@@ -124,7 +138,7 @@ class QuestionAsking(Asking):
         templates, self._templates = self._templates or compiled(self.file, available, self._option), []
         if any(whole is None for whole, _ in templates):
             settings = replace(settings, prompt_column=self._document(available))
-        return QuestionsBuilder(opened.tokenizer, settings, available, self.file, templates)
+        return QuestionsBuilder(opened.tokenizer, settings, available, self.file, templates, opened.layout)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")
@@ -137,13 +151,18 @@ class QuestionLabels(Labels):
     """The labels of the first question, and those after `each` prompt of a row. They are those of the file with this
     `digest`."""
 
-    def __init__(self, tokenizer: Any, file: QuestionFile, settings: JobSettings) -> None:
+    def __init__(
+        self, tokenizer: Any, file: QuestionFile, settings: JobSettings, layout: Layout | None = None
+    ) -> None:
         self.digest = file.digest
         norm, end = settings.answers.label_norm, settings.answers.label_end
-        first, *others = [each.question for each in file.questions]
+        answered = with_answers if layout is None else layout.answered
+        first, *others = [
+            each.question if layout is None else layout.answered(each.question) for each in file.questions
+        ]
         for number, order in file.further:
             own = file.questions[number].question
-            others.append(own.exchanged if order is None else with_answers(own, order))
+            others.append(own.exchanged if order is None else answered(own, order))
         super().__init__(tokenizer, first, norm=norm, end=end)
         self.each = (self, *(Labels(tokenizer, question, norm=norm, end=end) for question in others))
 
@@ -194,12 +213,16 @@ class QuestionsBuilder(PromptBuilder):
         available: Sequence[str],
         file: QuestionFile,
         templates: Sequence[QuestionTemplates],
+        layout: Layout | None = None,
     ) -> None:
         count = len(file.questions)
         # The number of the question and the order of its options, of each prompt that a builder of its own makes.
         asked: list[tuple[int, Order | None]] = [(number, None) for number in range(count)]
         asked += [(number, order) for number, order in file.further if order is not None]
-        first, *others = [_asking(settings, file.questions[at], templates[at], order) for at, order in asked]
+        if layout is None:
+            first, *others = [_asking(settings, file.questions[at], templates[at], order) for at, order in asked]
+        else:
+            first, *others = [_laid_out(settings, file, layout, templates[at], at, order) for at, order in asked]
         super().__init__(
             tokenizer, first, available, template=templates[0].whole, instructions=templates[0].instructions
         )
@@ -282,6 +305,22 @@ def _asking(
         return replace(settings, template=text)
     question = replace(asked.question, instructions=INSTRUCTIONS) if templates.instructions else asked.question
     return replace(settings, template=text, question=text_of(question, order), question_end=QUESTION_END)
+
+
+def _laid_out(
+    settings: PromptSettings,
+    file: QuestionFile,
+    layout: Layout,
+    templates: QuestionTemplates,
+    number: int,
+    order: Order | None,
+) -> PromptSettings:
+    # The settings by which rows become prompts with the question of this number in the layout of the model.
+    values = layout.values(file.questions[number].question, order)
+    if layout.lists_all:
+        values["questions"] = [layout.values(each.question) for each in file.questions]
+    text = None if templates.whole is None else templates.whole.text
+    return replace(settings, template=text, chat=False, laid_out=LaidOut(layout, values))
 
 
 # The assumed number of rows for which a condition holds, as it is not known yet. The choice of packs must not depend

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from prefillcli.errors import UsageError, counted, did_you_mean
@@ -72,13 +72,16 @@ class DecisionRequest:
     """Questions about one document, each with a name of its own.
 
     Questions that OpenAI's API leaves without a name are called by their place, `questions[3]`; their answers have no
-    name. `model` is the one that is asked for.
+    name. `model` is the one that is asked for. `state` is what System One's request is about as JSON has it, and
+    `given` its questions by name.
     """
 
     kind: Kind
     document: str
     questions: tuple[Question, ...]
     model: str | None = None
+    state: Any = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 def request_of(values: Any, url: str | None = None) -> DecisionRequest:
@@ -102,7 +105,9 @@ def request_of(values: Any, url: str | None = None) -> DecisionRequest:
         raise RequestError("model: must be a text")
     document = _document(given["input"]) if openai else _content(given["state"], "state")
     questions = _listed(given["questions"]) if openai else _mapped(given["questions"])
-    return DecisionRequest("openai" if openai else "systemone", document, questions, given.get("model"))
+    if openai:
+        return DecisionRequest("openai", document, questions, given.get("model"), document)
+    return DecisionRequest("systemone", document, questions, given.get("model"), given["state"], given["questions"])
 
 
 def is_request_file(settings: JobSettings, available: Collection[str]) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.errors import UsageError
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.rows.output.answers import AnswerColumns
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from prefillcli.models.open import Opened
     from prefillcli.prompts.builder import PromptBuilder
+    from prefillcli.prompts.layouts import Layout
     from prefillcli.prompts.settings import PromptSettings
     from prefillcli.prompts.templates import RowTemplate
     from prefillcli.rows.output.batches import Responses
@@ -59,6 +61,14 @@ class Asking(ABC):
         """Return the labels for the model in this folder or file by their names alone, before torch is imported; None
         where they are not known yet."""
         return None
+
+    def require_layout(self, layout: Layout) -> None:
+        """Raise UsageError unless what it asks can be asked in the layout of a model that was trained for typed
+        decisions."""
+        raise UsageError(
+            f"the model is a decision model of the type {layout.type}, which answers typed questions alone\n"
+            "ask it with --ask, --questions or requests; --layout generic asks it like any other"
+        )
 
     @abstractmethod
     def labels(self, opened: Opened) -> Labels:

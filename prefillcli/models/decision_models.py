@@ -1,22 +1,46 @@
 """Decision models: checkpoints that were trained to answer typed questions, each in a layout of its own.
 
-Asked in another layout, such a model gives probabilities without meaning. Its files say which layout it needs: a GGUF
+Asked in another layout, such a model gives probabilities without meaning. Its files say which one it needs: a GGUF
 file by `<family>.decision.type` (llama.cpp), a folder by a file of its own.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
 from prefillcli.models.files import read_json
-from prefillcli.models.gguf_header import read_gguf_header
+from prefillcli.models.gguf_header import GgufHeader, read_gguf_header
+from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.layouts import Layout
 from prefillcli.rows.proof import gguf_parts
 
-TYPE = "decision.type"  # of a GGUF file, after the family
-# A file that only such a model's folder has, and what it says: a type, or the name of the key that has it.
+_PREFIX = "decision."  # of the settings of a GGUF file, after the family
+_TEMPLATE = "tokenizer.chat_template.systemone"
+_MOST_CODES = 255
+
+
+class _Kind(NamedTuple):
+    # How a type of model is read: its codes in their order, of which it may lack some that are no single token,
+    # whether a predicate lists true first, and whether a prompt has all questions of its row.
+    codes: tuple[str, ...]
+    all_codes: bool = False
+    true_first: bool = False
+    lists_all: bool = False
+
+
+_PAIRS = tuple("".join(each) for each in product(string.ascii_uppercase, repeat=2))
+_SHORT = (*string.ascii_uppercase, *_PAIRS)
+# The types of GGUF files that are read.
+_READ: Mapping[str, _Kind] = {
+    "openjev": _Kind(tuple(string.ascii_uppercase + string.ascii_lowercase), all_codes=True, true_first=True),
+    "nimble": _Kind(_SHORT, lists_all=True),
+}
+# A file that only such a model's folder has, and its type.
 _FOLDERS: Mapping[str, str] = {
     "decider_config.json": "decider",
     "decision_config.json": "pplx-decider",
@@ -33,15 +57,18 @@ _TYPES = {"choice", "score", "noul"}
 
 
 def require_layout(model: Path, option: str, layout: str) -> None:
-    """Raise UsageError for the model of an option that needs a layout of its own, unless the `layout` asked for is
-    that of any model."""
+    """Raise UsageError for the model of an option that needs a layout of its own which is not read, unless the
+    `layout` asked for is that of any model. Only `--model` is asked in layouts."""
     if layout == "generic" or (found := decision_type(model)) is None:
         return
     kind, said_by = found
+    if option == "--model" and gguf_parts(model) and kind in _READ:
+        return
+    read = f"; of GGUF files {', '.join(_READ)} are read, as --model"
     raise UsageError(
         f"{option} {model}: a decision model of the type {kind} (by {said_by}), which answers only in the layout that "
-        "it was trained on, and that is not read yet\n"
-        "take another model; --layout generic asks it as any other, for answers that it was not trained to give"
+        f"it was trained on, and that is not read{read}\n"
+        "take another model; --layout generic asks it like any other, for answers that it was not trained to give"
     )
 
 
@@ -50,8 +77,8 @@ def decision_type(model: Path) -> tuple[str, str] | None:
     Raises UsageError for a damaged GGUF file."""
     if parts := gguf_parts(model):
         header = read_gguf_header(parts[0])
-        kind = header.setting(TYPE)
-        return None if kind is None else (str(kind)[:60], f"{header.architecture}.{TYPE}")
+        kind = header.setting(f"{_PREFIX}type")
+        return None if kind is None else (str(kind)[:60], f"{header.architecture}.{_PREFIX}type")
     adapter = (model / "adapter_config.json").is_file()
     for name, kind in {**_FOLDERS, **(_ADAPTERS if adapter else {})}.items():
         if (model / name).is_file():
@@ -59,6 +86,37 @@ def decision_type(model: Path) -> tuple[str, str] | None:
     if _has_temperatures(model / _TEMPERATURES):
         return "with temperatures by question", _TEMPERATURES
     return None
+
+
+def read_layout(model: Path, tokenizer: Any) -> Layout | None:
+    """Return the layout of the decision model in a GGUF file; None for any other model. Raises UsageError for one that
+    is incomplete, or whose codes its tokenizer does not have."""
+    if not (parts := gguf_parts(model)):
+        return None
+    header = read_gguf_header(parts[0])
+    type_ = header.setting(f"{_PREFIX}type")
+    if type_ is None or (kind := _READ.get(type_)) is None:
+        return None
+    template = header.fields.get(_TEMPLATE)
+    if not isinstance(template, str):
+        raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
+    coded = Encoder(tokenizer).encode(kind.codes, special=False)
+    codes = tuple(code for code, tokens in zip(kind.codes, coded, strict=True) if len(tokens) == 1)
+    if kind.all_codes and len(codes) < len(kind.codes):
+        lost = next(code for code in kind.codes if code not in codes)
+        raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
+    temperatures = _temperatures(model, header)
+    return Layout(type_, template, codes[:_MOST_CODES], temperatures, kind.true_first, kind.lists_all)
+
+
+def _temperatures(model: Path, header: GgufHeader) -> dict[str, float]:
+    # By the type of a question, or by that and the number of its options.
+    begins = f"{header.architecture}.{_PREFIX}temperature."
+    found = {name.removeprefix(begins): value for name, value in header.fields.items() if name.startswith(begins)}
+    for name, value in found.items():
+        if not isinstance(value, float | int) or not 0 < value < float("inf"):
+            raise UsageError(f"{model}: {begins}{name} is {value!r}, and must be above 0\nconvert it again")
+    return {name: float(value) for name, value in found.items()}
 
 
 def _has_temperatures(file: Path) -> bool:

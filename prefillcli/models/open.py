@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.decision_models import require_layout
+from prefillcli.models.decision_models import read_layout, require_layout
 from prefillcli.models.files import (
     check_config,
     check_files,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
     from prefillcli.models.dtype import ModelReader
     from prefillcli.models.find import ModelFiles
     from prefillcli.models.heads import HeadChoice
+    from prefillcli.prompts.layouts import Layout
 
 
 # Turns a model into that variant of it; None gives the model as loaded.
@@ -89,6 +90,8 @@ class Opened:
     max_length: int
     threads: Threads | None = None
     variants: Variants | None = None
+    layout: Layout | None = None
+    """That of a model which was trained for typed decisions, unless it is asked like any other."""
 
     @property
     def dtypes(self) -> list[str]:
@@ -241,7 +244,8 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
-    return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
+    layout = None if lm.layout == "generic" else read_layout(path, tokenizer)
+    return Opened(files, device, tokenizer, tuple(small), files.max_length, threads, layout=layout)
 
 
 def _may_stream(settings: JobSettings) -> bool:

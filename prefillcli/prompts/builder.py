@@ -18,7 +18,15 @@ from prefillcli.prompts.fitting import default_row_bytes, fit, fit_pair, without
 from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.prompts.settings import PromptSettings, check_choices, check_column, prompt_column, wants_chat
 from prefillcli.prompts.shortening import RowTexts, Shortening
-from prefillcli.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named, without_escapes
+from prefillcli.prompts.templates import (
+    ChatTemplate,
+    LayoutTemplate,
+    Message,
+    RowTemplate,
+    messages_of,
+    named,
+    without_escapes,
+)
 from prefillcli.prompts.thinking import Way
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, row_too_large
 from prefillcli.rows.values import without_nulls
@@ -88,6 +96,7 @@ class PromptBuilder:
         self.tokenize_seconds = 0.0
         self._tokenizer = tokenizer
         self._chat_template: ChatTemplate | None = None
+        self._laid_out = None if settings.laid_out is None else LayoutTemplate(settings.laid_out.layout.template)
         self._chats_of = chats_of
         self._encoder = Encoder(tokenizer)
         self._group_chars = group_chars
@@ -101,10 +110,16 @@ class PromptBuilder:
         # The characters of templates and system messages, which are no data.
         typed = [self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None)]
         typed += [settings.question, settings.question_end, instructions and instructions.text]
+        typed += [settings.laid_out and (settings.laid_out.layout.template, settings.laid_out.values)]
         typed += [settings.choices.answer_prefix, settings.choices.options]
         self._typed = frozenset("".join(map(str, typed)))
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
         check_choices(settings, self._makes_chats)
+
+    @property
+    def _is_whole(self) -> bool:
+        # Whether a model's own template makes whole prompts, control tokens at their ends included.
+        return self._laid_out is not None
 
     @property
     def _makes_chats(self) -> bool:
@@ -134,6 +149,8 @@ class PromptBuilder:
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
         parts += [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
         parts += [settings.empty_text, self._instructions.text if self._instructions else None]
+        if settings.laid_out is not None:
+            parts += [settings.laid_out.layout.to_json(), settings.laid_out.values]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _chat_identity(self) -> list[Any]:
@@ -169,7 +186,7 @@ class PromptBuilder:
         started = time.perf_counter()
         for group in _groups(self._read(batch, errors), self._group_chars):
             self.require_open()
-            texts = self._with_chats_rendered(group, errors)
+            texts = self._with_chats_rendered(self._in_layout(group, errors), errors)
             rendered = time.perf_counter()
             self.render_seconds += rendered - started
             prompts += self._prompts(texts, labels, batch, errors, excess)
@@ -226,7 +243,7 @@ class PromptBuilder:
 
     def _cuts_texts(self, raw: RawPrompt) -> bool:
         # Whether a prompt that is too long is made again of shorter texts. One without a template is cut itself.
-        made = self.template is not None or raw.chat is not None or bool(self.settings.question)
+        made = self.template is not None or raw.chat is not None or bool(self.settings.question or self._laid_out)
         return made and self.settings.on_long.startswith("truncate")
 
     def another(self) -> PromptBuilder:
@@ -245,7 +262,7 @@ class PromptBuilder:
     def close(self) -> None:
         """Stop rendering and tokenising for good, in whatever thread."""
         self._closed = True
-        for renderer in (self.template, self._instructions, self._chat_template):
+        for renderer in (self.template, self._instructions, self._chat_template, self._laid_out):
             if renderer is not None:
                 renderer.close()
 
@@ -343,7 +360,7 @@ class PromptBuilder:
             return RowError(code, "RecursionError: a value is nested too deeply"), None
 
     def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
-        if self.settings.question and not isinstance(value, str | None):
+        if (self.settings.question or self._is_whole) and not isinstance(value, str | None):
             return RowError(ErrorCode.WRONG_TYPE, f"the document is {type(value).__name__}, not text")
         if isinstance(value, str) and self._takes_ids:
             return RowError(ErrorCode.INVALID_TOKEN_IDS, "a text, not a list of token ids")
@@ -396,6 +413,16 @@ class PromptBuilder:
             if not 0 <= number < self.settings.vocab_size:
                 return not_in_vocabulary(number, self.settings.vocab_size)
         return RawPrompt(row, tokens=np.asarray(value, np.int32))
+
+    def _in_layout(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
+        # The prompts of documents, in the layout of the model where it has one.
+        if self._laid_out is None or self.settings.laid_out is None:
+            return raw
+        texts = self._laid_out.render([{**self.settings.laid_out.values, "state": each.text} for each in raw])
+        errors.update((each.row, text) for each, text in zip(raw, texts, strict=True) if isinstance(text, RowError))
+        return [
+            each._replace(text=text) for each, text in zip(raw, texts, strict=True) if not isinstance(text, RowError)
+        ]
 
     def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         chats = [each.chat for each in raw if each.chat is not None]
@@ -554,7 +581,9 @@ class PromptBuilder:
                 chosen = [
                     each
                     for each in raw
-                    if each.tokens is None and (each.chat is None) == special and (each.marks is not None) == literal
+                    if each.tokens is None
+                    and (each.chat is None and not self._is_whole) == special
+                    and (each.marks is not None) == literal
                 ]
                 ids = self._encoder.encode([each.text for each in chosen], special=special, literal=literal)
                 found |= zip((each.row for each in chosen), ids, strict=True)

@@ -439,6 +439,8 @@ class Labels:
             chosen = replace(chosen, sizes=sizes)
         elif self._norm == "tokens" and chosen.single is None:
             chosen = replace(chosen, sizes=tuple(float(len(own[0])) for own in chosen.spellings))
+        elif any(label.heat != 1 for label in labels):
+            chosen = replace(chosen, sizes=tuple(label.heat for label in labels))
         return chosen
 
 

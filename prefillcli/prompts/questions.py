@@ -18,11 +18,12 @@ MOST_OPTIONS = 255  # of a choice, as in the APIs that ask these questions
 
 class Label(NamedTuple):
     """An answer. `variants` are its literal spellings; None: what is `said`, or else its name, after a space where one
-    fits."""
+    fits. Its log-probability is divided by `heat`."""
 
     name: str
     variants: tuple[str, ...] | None = None
     said: str | None = None
+    heat: float = 1.0
 
 
 class Option(NamedTuple):

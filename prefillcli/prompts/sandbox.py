@@ -406,11 +406,7 @@ class ChatRenderer:
     """
 
     def __init__(self, text: str, variables: Mapping[str, Any], answers: bool, choices: ChatChoices | None) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
+        environment = _environment_of_models()
         tree = environment.parse(text)
         self.read = variables_read(tree)  # the variables that it reads
         self._template = environment.from_string(tree)
@@ -442,6 +438,23 @@ class ChatRenderer:
                 return closing
         opened = "" if self._choices.thinking == "on" else opened_thought(text)
         return closing_of(opened) if opened and opened.rstrip() in self._source else ""
+
+
+def _environment_of_models() -> ImmutableSandboxedEnvironment:
+    # That of templates which come with a model.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def compile_layout(text: str) -> Callable[[dict[str, Any]], str]:
+    """Return what renders the template of a model's layout from the values of a question. Raises whatever Jinja
+    raises."""
+    template = _environment_of_models().from_string(text)
+    return lambda values: template.render(values)
 
 
 def compile_chat_template(
@@ -521,7 +534,8 @@ def _run(setup: dict[str, Any]) -> None:
 
 
 def _serve(rows: BinaryIO, answers: BinaryIO, cpu_seconds: int, text_bytes: int) -> None:
-    # `kind` is `template` (a user's, rendered from a row's columns) or `chat` (a model's, from messages, with
+    # `kind` is `template` (a user's, rendered from a row's columns), `layout` (a model's, from a question's values) or
+    # `chat` (a model's, from messages, with
     # `variables`, `answers` and `choices` as `compile_chat_template` takes them); `text` is that of the template, and
     # `name` is for messages.
     spec = pickle.loads(_read(rows))  # noqa: S301 - written by the parent
@@ -531,6 +545,8 @@ def _serve(rows: BinaryIO, answers: BinaryIO, cpu_seconds: int, text_bytes: int)
     try:
         if spec["kind"] == "template":
             render, compiled["columns"] = compile_template(spec["text"], spec["name"])
+        elif spec["kind"] == "layout":
+            render, compiled["columns"] = compile_layout(spec["text"]), []
         else:
             chat = compile_chat_template(
                 spec["text"], spec["variables"], answers=spec["answers"], choices=spec["choices"]

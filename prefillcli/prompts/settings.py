@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from prefillcli.errors import UsageError
+from prefillcli.prompts.layouts import LaidOut
 from prefillcli.prompts.thinking import AS_USUAL, ChatChoices
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
 from prefillcli.rows.records import Prompt, RowBatch, RowError
@@ -57,6 +58,8 @@ class PromptSettings:
     # ends a prompt with a question that is no chat.
     question: str = ""
     question_end: str = ""
+    # Instead, the question in the layout of a model that was trained for typed decisions.
+    laid_out: LaidOut | None = None
 
 
 def wants_chat(settings: PromptSettings, has_template: bool) -> bool:

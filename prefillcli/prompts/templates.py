@@ -331,6 +331,17 @@ class RowTemplate(Renderer):
         super().__init__(spec, code=ErrorCode.TEMPLATE_ERROR, limits=limits)
 
 
+class LayoutTemplate(Renderer):
+    """The compiled template of a model's layout: rows are the values of questions. Raises UsageError if it cannot be
+    compiled within the limits."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            {"kind": "layout", "text": text, "name": "the template of the model's layout"},
+            code=ErrorCode.CHAT_ERROR,
+        )
+
+
 Message = dict[str, Any]
 
 

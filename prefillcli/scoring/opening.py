@@ -146,6 +146,8 @@ def labels_of(settings: JobSettings, parts: Parts, opened: Opened, labels: Label
     if opened.files.encoder:
         settings.take_encoder(opened.files.origin)
         log.info(f"{opened.files.origin}: an encoder, scored in padded batches by transformers (--engine hf)")
+    if opened.layout is not None:
+        parts.asking.require_layout(opened.layout)
     found = parts.asking.labels(opened) if labels is None else labels
     if checks_outputs(settings):
         require_label_uses(settings, found)

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from prefillcli.asking.layouts import LayoutUse
 from prefillcli.core.inputs import Inputs, OpenRows
 from prefillcli.core.run import Reached, Run
 from prefillcli.core.scorer import DTYPES, USUAL, Granularity, ModelScorer, settle_models
@@ -166,6 +167,7 @@ def _earlier_dtypes(rows: OpenRows, output: str) -> Sequence[str]:
 def _identify(inputs: Inputs, parts: Parts, models: LocalModels, report: RunReport, output: str) -> None:
     found = report.fingerprint = fingerprint(inputs, parts, models)
     report.take_chat(inputs.builder.way)
+    report.add(LayoutUse.of(inputs.opened.layout))
     if parts.earlier is not None:
         parts.earlier.find(report, output)
     if parts.calibration is not None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from prefillcli.asking.decisions import DecisionAsking
 from prefillcli.asking.labels import LabelAsking
+from prefillcli.asking.layouts import LayoutUse
 from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.further import FurtherQuestions, WantedRow
 from prefillcli.core.inputs import Inputs
@@ -315,4 +316,5 @@ def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     names += [*own, *(["deterministic"] if settings.layers.deterministic else [])]
     found = {name: value for name in names if (value := settings.value(name)) is not None}
     way = inputs.builder.way
-    return found | ({"chat": way.said} if way is not None and way.said else {})
+    found |= {"chat": way.said} if way is not None and way.said else {}
+    return found if (use := LayoutUse.of(inputs.opened.layout)) is None else found | {"layout": use.text}

@@ -11,8 +11,7 @@ import pytest
 
 from prefillcli.errors import UsageError
 from prefillcli.models.decision_models import decision_type, require_layout
-from tests.gguf_files import write_gguf
-from tests.jobs.jobs import read_output, score, write_parquet
+from tests.jobs.jobs import score, write_parquet
 from tests.jobs.models import save_model
 
 MARKS: dict[str, tuple[dict[str, Any], str]] = {
@@ -63,21 +62,6 @@ def test_a_folder_says_that_its_model_needs_a_layout_of_its_own(kind: str, tmp_p
 @pytest.mark.parametrize("what", UNMARKED)
 def test_other_files_of_these_names_say_nothing(what: str, tmp_path: Path) -> None:
     assert decision_type(marked(tmp_path / "model", UNMARKED[what])) is None
-
-
-@pytest.mark.parametrize("type_", ["openjev", "a-type-of-tomorrow"])
-def test_a_gguf_file_says_so_in_its_header(
-    model: Path, tmp_path: Path, type_: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_gguf(tmp_path / "m.gguf", model, settings={"decision.type": type_})
-    write_parquet("in.parquet", prompt=["one", "two"])
-    assert score("in.parquet", model=file)["exit_code"] == 2
-    assert f"of the type {type_} (by llama.decision.type)" in capsys.readouterr().err
-    assert score("in.parquet", "generic.parquet", model=file, layout="generic")["exit_code"] == 0
-    plain = write_gguf(tmp_path / "plain.gguf", model)
-    assert score("in.parquet", "plain.parquet", model=plain)["exit_code"] == 0
-    scores = ([row["score"] for row in read_output(name)] for name in ("generic.parquet", "plain.parquet"))
-    assert next(scores) == next(scores)
 
 
 @pytest.mark.parametrize("option", ["model", "first", "draft"])

@@ -1,0 +1,52 @@
+"""Questions in the layout of a model that was trained for typed decisions: what a layout excludes, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from prefillcli.errors import UsageError
+from prefillcli.options.settings import JobSettings
+from prefillcli.prompts.layouts import Layout
+from prefillcli.report.finding import Finding
+from prefillcli.report.section import Section
+
+if TYPE_CHECKING:
+    from prefillcli.report.run import RunReport
+
+# Options that say how a prompt is made or answered, which a layout does itself.
+_OF_PROMPTS = ("chat", "system", "thinking", "chat_option", "answer_prefix", "labels", "label_norm", "label_end")
+
+
+def require_own_layout(settings: JobSettings, layout: Layout) -> None:
+    """Raise UsageError for an option that would change the layout of a model."""
+    for name in _OF_PROMPTS:
+        if name in settings.given:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: the model answers in a layout of its own ({layout.type})\n"
+                "leave it out, or ask it like any other model with --layout generic"
+            )
+
+
+class LayoutUse(Finding):
+    """The model's own layout, in which the questions were asked."""
+
+    key: ClassVar[str] = "layout"
+
+    type: str
+    temperatures: Mapping[str, float]  # by type of question, or by that and the number of options
+
+    @classmethod
+    def of(cls, layout: Layout | None) -> Self | None:
+        """Return that of a job with this layout; None without one."""
+        return None if layout is None else cls(type=layout.type, temperatures=dict(layout.temperatures))
+
+    @property
+    def text(self) -> str:
+        """It in words."""
+        heats = ", ".join(f"{name} {each:g}" for name, each in self.temperatures.items())
+        return f"{self.type}, the model's own{f'; temperatures: {heats}' if heats else ''}"
+
+    def sections(self, report: RunReport) -> Iterable[Section]:
+        """Return the line that names it."""
+        return [Section(lines=[("layout", self.text)])]

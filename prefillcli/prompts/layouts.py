@@ -1,0 +1,95 @@
+"""Layouts: how a model that was trained for typed decisions is asked a question, and how its answers are read.
+
+The model's own template makes the whole prompt of a question about a state. Each option has a code in it, a token of
+its own, whose logits at the prompt's end are divided by a temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from prefillcli.errors import UsageError
+from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question
+
+_TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
+# The most options of the questions that share a temperature, and its name.
+_BUCKETS = ((2, "2"), (5, "3_5"), (10, "6_10"))
+_MOST = "11"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a model of this `type`. The `codes` stand for the options in the order in which a prompt has them.
+    A predicate lists `true` first or last. With `lists_all` a prompt has all questions of its row.
+
+    `temperatures` are by the type of a question, or by that and the number of its options (`choice.3_5`).
+    """
+
+    type: str
+    template: str
+    codes: tuple[str, ...]
+    temperatures: Mapping[str, float]
+    true_first: bool = False
+    lists_all: bool = False
+
+    def to_json(self) -> list[Any]:
+        """Return everything that changes a prompt or its answers."""
+        return [self.type, self.template, self.codes, sorted(self.temperatures.items())]
+
+    def values(
+        self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return what the template is told of a question, its options in this order. `given` is the question as a
+        request has it, whose values may be any JSON."""
+        own = {"instructions": question.instructions} if given is None else given
+        listed = [{"key": key, "description": text} for key, text in self._listed(question, given)]
+        options = [listed[at] | {"label": code} for at, code in zip(self._order(question, order), self.codes)]  # noqa: B905
+        asked = {"id": question.name, "type": _TYPES[question.type], "instructions": own.get("instructions") or ""}
+        return asked | {"options": options, "images": []}
+
+    def answered(self, question: Question, order: Sequence[int] | None = None) -> Question:
+        """Return the question with the codes that answer it, its options in this order. Raises UsageError for one with
+        more options than codes."""
+        if len(question.options) > len(self.codes):
+            raise UsageError(
+                f"the question {question.name!r} has {len(question.options)} options, and the model's layout "
+                f"{len(self.codes)} codes"
+            )
+        codes = dict(zip(self._order(question, order), self.codes))  # noqa: B905 - there may be more codes
+        heat = self._temperature(question)
+        answers = (Label(each.name, (codes[number],), heat=heat) for number, each in enumerate(question.answers))
+        return replace(question, answers=tuple(answers))
+
+    def _order(self, question: Question, order: Sequence[int] | None) -> Sequence[int]:
+        # The numbers of the options in the order in which the prompt has them. A predicate has true, and then false.
+        if isinstance(question, Predicate):
+            return (0, 1) if self.true_first else (1, 0)
+        return order or range(len(question.options))
+
+    def _listed(self, question: Question, given: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+        # The key and the description of each option.
+        criteria = None if given is None else given.get("criteria")
+        if isinstance(question, Predicate):
+            said = criteria or {"true": question.true, "false": question.false}
+            return [(key, said.get(key)) for key in ("true", "false")]
+        if isinstance(question, Choice):
+            return list(criteria.items()) if criteria else [(each.text, each.description) for each in question.options]
+        return [(str(at), told) for at, told in enumerate(criteria or map(_described, question.options))]
+
+    def _temperature(self, question: Question) -> float:
+        kind, count = _TYPES[question.type], len(question.options)
+        bucket = next((name for most, name in _BUCKETS if count <= most), _MOST)
+        return self.temperatures.get(f"{kind}.{bucket}", self.temperatures.get(kind, 1.0))
+
+
+class LaidOut(NamedTuple):
+    """A question in a layout: the `values` that the template is told of it, beside the state."""
+
+    layout: Layout
+    values: Mapping[str, Any]
+
+
+def _described(option: Option) -> str:
+    return f"{option.text}: {option.description}" if option.description else option.text

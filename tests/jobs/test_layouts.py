@@ -1,0 +1,251 @@
+"""Models in GGUF format that were trained for typed decisions, asked in their own layout: Jinja's own rendering of the
+template, and transformers' own eager forward at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from tests.gguf_files import GgufReference, write_gguf
+from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+TEMPLATE = (
+    "{% set letters = '" + LETTERS + "' %}"
+    "State:\n{{ state if state is string else state | tojson }}\n\nQuestion: "
+    "{{ instructions if instructions is string else instructions | tojson }}"
+    "{% if type == 'score' %} Rate along the ordered levels below (lowest first).{% endif %}"
+    "{{ '\\nOptions:\\n' }}"
+    "{% for o in options %}[{{ letters[loop.index0] }}] {{ o.key }}: "
+    "{% if o.description %}{{ o.description if o.description is string else o.description | tojson }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{{ '\\nAnswer:\\n' }}"
+)
+LISTING = (
+    "{% for q in questions %}{{ q.id }}: {{ q.instructions }}"
+    "{% for o in q.options %} {{ o.label }}={{ o.key }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{{ state }}{{ '\\n' }}{{ id }}{{ '\\n' }}"
+)
+HEAT = {"choice": 0.5, "choice.3_5": 2.0, "noul": 1.5, "score": 0.75}
+QUESTIONS: dict[str, Any] = {
+    "route": {
+        "type": "choice",
+        "instructions": "Which team?",
+        "criteria": {"pay": "money", "it": None, "hr": "x"},
+    },
+    "urgency": {"type": "score", "instructions": {"ask": "How urgent?"}, "criteria": ["low", {"level": "high"}]},
+    "angry": {"type": "noul", "instructions": "Is the customer angry?", "criteria": {"true": "shouts"}},
+    "pair": {"type": "choice", "instructions": "One or two?", "criteria": {"one": None, "two": None}},
+}
+STATES: list[Any] = [
+    "I was charged twice.",
+    {"ticket": "Straße 7", "plan": ["pro", 1.5, True, None]},
+    ["a", {"b": "c"}],
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def made(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a model with a type, a template and temperatures."""
+
+    def write(type_: str, template: str | None = TEMPLATE, heat: Mapping[str, float] = HEAT) -> Path:
+        settings = {"decision.type": type_, **{f"decision.temperature.{name}": each for name, each in heat.items()}}
+        path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+        return write_gguf(path, chat_model, kind=Kind.Q8_0, settings=settings, systemone=template)
+
+    return write
+
+
+class Asked:
+    """A model as its authors ask it, by the template and the forward of others."""
+
+    def __init__(self, file: Path, template: str = TEMPLATE) -> None:
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        self._template, self._model = environment.from_string(template), GgufReference(file)
+
+    def answer(self, heat: float, count: int = 2, **values: Any) -> list[Any]:
+        """The probabilities of the first `count` codes, which are close to these."""
+        text = self._template.render(images=[], **values)
+        ids = self._model.ids(text, special=False)
+        logprobs = np.array(self._model.answer(ids, [[code] for code in LETTERS[:count]]).logprobs) / heat
+        shares = np.exp(logprobs - logprobs.max())
+        return [pytest.approx(float(each), abs=1e-5) for each in shares / shares.sum()]
+
+
+def options(**described: Any) -> list[dict[str, Any]]:
+    return [{"key": key, "description": each} for key, each in described.items()]
+
+
+def test_requests_are_asked_in_the_layout_of_the_model(made: Callable[..., Path]) -> None:
+    file = made("openjev")
+    asked = Asked(file)
+    write_jsonl("in.jsonl", [{"state": state, "questions": QUESTIONS} for state in STATES])
+    assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
+    for state, row in zip(STATES, read_output("out.jsonl"), strict=True):
+        found = row["response"]["body"]["answers"]
+        listed = options(pay="money", it=None, hr="x")
+        own = asked.answer(2.0, 3, state=state, type="choice", instructions="Which team?", options=listed)
+        assert list(found["route"]["probabilities"].values()) == own
+        listed = options(**{"0": "low", "1": {"level": "high"}})
+        own = asked.answer(0.75, state=state, type="score", instructions={"ask": "How urgent?"}, options=listed)
+        assert found["urgency"]["score"] == own[1]
+        listed = options(true="shouts", false=None)
+        own = asked.answer(1.5, state=state, type="noul", instructions="Is the customer angry?", options=listed)
+        assert found["angry"]["noul"] == own[0]
+        listed = options(one=None, two=None)
+        own = asked.answer(0.5, state=state, type="choice", instructions="One or two?", options=listed)
+        assert found["pair"]["probabilities"]["one"] == own[0]
+    use = read_report("out.run.json")["layout"]
+    assert (use["type"], use["temperatures"]) == ("openjev", HEAT)
+
+
+def test_questions_of_a_file_are_asked_in_it_too(made: Callable[..., Path]) -> None:
+    file = made("openjev")
+    asked = Asked(file)
+    Path("q.yaml").write_text(
+        json.dumps(
+            {
+                "questions": [
+                    {"name": "late", "type": "predicate", "instructions": "Is it late?"},
+                    {"name": "kind", "type": "choice", "instructions": "Which?", "choices": [A, {"value": "b"}]},
+                    {"name": "how", "type": "score", "instructions": "How much?", "levels": [{"label": "low"}, HIGH]},
+                ]
+            }
+        )
+    )
+    write_parquet("in.parquet", text=["one text", "another text"])
+    assert score("in.parquet", model=file, questions="q.yaml")["exit_code"] == 0
+    for text, row in zip(["one text", "another text"], read_output("out.parquet"), strict=True):
+        listed = options(true=None, false=None)
+        own = asked.answer(1.5, state=text, type="noul", instructions="Is it late?", options=listed)
+        assert row["late"] == own[0]
+        own = asked.answer(0.5, state=text, type="choice", instructions="Which?", options=options(a="an a", b=None))
+        assert row["kind.probabilities"]["a"] == own[0]
+        listed = options(**{"0": "low", "1": "high: x"})
+        own = asked.answer(0.75, state=text, type="score", instructions="How much?", options=listed)
+        assert row["how"] == own[1]
+
+
+A, HIGH = {"value": "a", "description": "an a"}, {"label": "high", "description": "x"}
+
+
+def test_other_orders_of_the_options_have_the_codes_in_theirs(made: Callable[..., Path]) -> None:
+    file = made("openjev")
+    asked = Asked(file)
+    write_jsonl("in.jsonl", [{"state": "a text", "questions": {"pair": QUESTIONS["pair"]}}])
+    assert score("in.jsonl", "out.jsonl", model=file, format="systemone", orders=2)["exit_code"] == 0
+    given = {"state": "a text", "type": "choice", "instructions": "One or two?"}
+    one, other = (asked.answer(0.5, options=options(**own), **given) for own in ORDERS)
+    (row,) = read_output("out.jsonl")
+    mean = (one[0].expected + other[1].expected) / 2
+    assert row["response"]["body"]["answers"]["pair"]["probabilities"]["one"] == pytest.approx(mean, abs=1e-5)
+
+
+ORDERS = ({"one": None, "two": None}, {"two": None, "one": None})
+
+
+def test_a_layout_may_list_all_questions_of_a_row(made: Callable[..., Path]) -> None:
+    file = made("nimble", LISTING)
+    asked = Asked(file, LISTING)
+    write_jsonl("in.jsonl", [{"state": "a text", "questions": {"x": QUESTIONS["pair"], "y": QUESTIONS["angry"]}}])
+    assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
+    coded = [[{"label": code, "key": key} for code, key in zip("AB", keys, strict=True)] for keys in CODED]
+    listed = [
+        {"id": name, "instructions": QUESTIONS[own]["instructions"], "options": each}
+        for name, own, each in zip("xy", ("pair", "angry"), coded, strict=True)
+    ]
+    (row,) = read_output("out.jsonl")
+    assert row["response"]["body"]["answers"]["y"]["noul"] == asked.answer(1.5, state="a text", id="y", questions=listed)[1]
+    found = row["response"]["body"]["answers"]["x"]["probabilities"]["one"]
+    assert found == asked.answer(0.5, state="a text", id="x", questions=listed)[0]
+
+
+CODED = (("one", "two"), ("false", "true"))
+
+
+def test_more_options_than_codes_are_an_error_of_the_request(made: Callable[..., Path]) -> None:
+    many = {"type": "choice", "instructions": "Which?", "criteria": {f"option {at}": None for at in range(53)}}
+    write_jsonl("in.jsonl", [{"state": "a", "questions": {"q": many}}, {"state": "a", "questions": QUESTIONS}])
+    done = score("in.jsonl", "out.jsonl", model=made("openjev"), max_error_rate=0.9)
+    assert done["exit_code"] == 0
+    first, second = read_output("out.jsonl")
+    assert "'q' has 53 options" in json.dumps(first)
+    assert second["response"]["body"]["answers"]["angry"]["noul"] is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "answers typed questions alone"),
+        ({"labels": "a,b"}, "answers typed questions alone"),
+        ({"questions": "q.yaml", "answer_prefix": "So:"}, "--answer-prefix: the model answers in a layout of its own"),
+        ({"questions": "own.yaml"}, "question 'own' has a template of its own"),
+        ({"questions": "row.yaml"}, "question 'other' differs from row to row"),
+    ],
+)
+def test_what_a_layout_does_not_allow_is_refused(
+    made: Callable[..., Path], flags: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("q.yaml").write_text("questions: [{name: late, type: predicate, instructions: 'Is it late?'}]")
+    Path("own.yaml").write_text("questions: [{name: own, template: '{{ text }} Late?', labels: [Yes, No]}]")
+    Path("row.yaml").write_text("questions: [{name: other, type: predicate, instructions: 'Is it {{ text }}?'}]")
+    write_parquet("in.parquet", text=["a"], prompt=["b"])
+    assert score("in.parquet", model=made("openjev"), **flags)["exit_code"] == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("type_", "template", "heat", "said"),
+    [
+        ("kev", TEMPLATE, HEAT, "of the type kev (by llama.decision.type)"),
+        ("a-type-of-tomorrow", TEMPLATE, HEAT, "of the type a-type-of-tomorrow"),
+        ("openjev", None, HEAT, "without its template"),
+        ("openjev", "{% if %}", HEAT, "the template of the model's layout, line 1"),
+        ("openjev", TEMPLATE, {"noul": 0.0}, "decision.temperature.noul is 0.0"),
+    ],
+)
+def test_a_model_whose_layout_cannot_be_read_is_refused(
+    made: Callable[..., Path],
+    type_: str,
+    template: str | None,
+    heat: dict[str, float],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_parquet("in.parquet", text=["a"])
+    assert score("in.parquet", model=made(type_, template, heat), ask="Is it late?")["exit_code"] == 2
+    assert said in capsys.readouterr().err
+
+
+def test_generic_asks_it_like_any_other_model(made: Callable[..., Path], chat_model: Path) -> None:
+    write_parquet("in.parquet", text=["one", "two"])
+    plain = write_gguf(Path("plain.gguf").absolute(), chat_model, kind=Kind.Q8_0)
+    found = []
+    for name, flags in (("a", {"model": made("kev"), "layout": "generic"}), ("b", {"model": plain})):
+        assert score("in.parquet", f"{name}.parquet", ask="Is it late?", **flags)["exit_code"] == 0
+        found.append([row["answer"] for row in read_output(f"{name}.parquet")])
+    assert found[0] == found[1]
+
+
+def test_control_tokens_in_the_data_stay_text(made: Callable[..., Path]) -> None:
+    file = made("openjev")
+    asked = Asked(file)
+    control = asked._model.tokenizer.all_special_tokens[0]
+    write_jsonl("in.jsonl", [{"state": f"a {control} b", "questions": {"q": QUESTIONS["angry"]}}])
+    assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
+    (row,) = read_output("out.jsonl")
+    given = {"type": "noul", "instructions": "Is the customer angry?", "options": options(true="shouts", false=None)}
+    parsed = asked.answer(1.5, state=f"a {control} b", **given)[0].expected
+    assert abs(row["response"]["body"]["answers"]["q"]["noul"] - parsed) > 1e-6
