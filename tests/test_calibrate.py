@@ -153,10 +153,10 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted() -> None:
     assert found.scaling == written("good.json").scaling
     assert found.fitted_on is not None
     assert found.fitted_on.left_out == {
-        "without a score": 1,
-        "whose score is no probability": 6,
+        "without an answer": 1,
+        "whose answer has no probabilities": 6,
         "without a right answer": 2,
-        "whose right answer is no label": 1,
+        "whose right answer is none of the options": 1,
     }
     assert found.fitted_on.mistakes is not None
     assert [(each.value, each.rows) for each in found.fitted_on.mistakes.examples] == [("maybe", 1)]
@@ -180,7 +180,7 @@ def test_lines_that_are_no_rows_are_left_out() -> None:
     fitted = written().fitted_on
     assert fitted is not None
     assert fitted.rows == ROWS
-    assert fitted.left_out == {"that cannot be read": 3, "whose score is no probability": 1}
+    assert fitted.left_out == {"that cannot be read": 3, "whose answer has no probabilities": 1}
 
 
 def test_right_answers_may_lie_in_another_file_by_id_or_by_row() -> None:
@@ -244,9 +244,13 @@ def without(name: str) -> dict[str, list[Any]]:
         (columns() | {"answer": ["Yes"] * ROWS}, {}, "No is the right answer of 0 rows; at least 10 rows"),
         (columns(12), {}, "at least 10 rows of each label are needed"),
         (columns(60), {"folds": 50}, "at least 50 rows of each label are needed"),
-        (columns() | {"answer": ["?"] * ROWS}, {}, f"({ROWS} whose right answer is no label)\nthe labels: Yes, No"),
-        (columns() | {"score": [None] * ROWS}, {}, f"({ROWS} without a score)"),
-        (columns() | {"score": ["high"] * ROWS}, {}, f"({ROWS} whose score is no probability)"),
+        (
+            columns() | {"answer": ["?"] * ROWS},
+            {},
+            f"--truth answer: none of its values is a label: ? ({ROWS} rows)\nthe labels are Yes, No",
+        ),
+        (columns() | {"score": [None] * ROWS}, {}, f"({ROWS} without an answer)"),
+        (columns() | {"score": ["high"] * ROWS}, {}, f"({ROWS} whose answer has no probabilities)"),
         (columns() | {"score": [1 - each for each in columns()["score"]]}, {}, "score is not the probability of Yes"),
         (columns() | {"exit_layer": [*[None] * (ROWS - 1), 9]}, {}, "rows left early (--exit)"),
         ({name: values[:0] for name, values in columns().items()}, {}, "it has no rows"),
