@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -170,6 +171,34 @@ def test_impossible_labels_have_a_place_in_the_fit() -> None:
     for method in ("temperature", "platt", "isotonic"):
         assert calibrate(method=method)["exit_code"] == 0
         assert np.isfinite(written().probabilities(np.array([[-0.5, -math.inf], [-1.0, -2.0]]))).all()
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_label_without_probability_is_known_where_a_format_has_no_infinity(ending: str) -> None:
+    table = columns()
+    for at in range(0, ROWS, 7):
+        table["score"][at], table["logprob_Yes"][at], table["logprob_No"][at] = 1.0, -0.5, -math.inf
+    write_parquet("wanted.parquet", **table)
+    calibrate("wanted.parquet", output="wanted.json", method="platt")
+    table["logprob_No"] = [None if each == -math.inf else each for each in table["logprob_No"]]
+    if ending == "jsonl":
+        write_jsonl("s.jsonl", rows_of(table))
+    else:
+        with Path("s.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(table))
+            writer.writeheader()
+            writer.writerows(rows_of(table))
+            file.write("a,line,that,has,far,too,many,cells\n")
+    assert calibrate(f"s.{ending}", method="platt")["exit_code"] == 0
+    fitted, wanted = written(), written("wanted.json")
+    assert fitted.scaling == wanted.scaling
+    assert fitted.fitted_on is not None
+    assert fitted.fitted_on.left_out == ({} if ending == "jsonl" else {"that cannot be read": 1})
+
+
+def test_a_column_of_lists_has_no_right_answers() -> None:
+    write_parquet("s.parquet", **columns() | {"answer": [["Yes"]] * ROWS})
+    assert 'none of its values is a label: ["Yes"]' in calibrate()["error"]
 
 
 def test_lines_that_are_no_rows_are_left_out() -> None:

@@ -244,6 +244,21 @@ def test_what_proves_nothing_is_refused(table: dict[str, Any], words: tuple[str,
     assert not Path("floors.json").exists()
 
 
+@pytest.mark.parametrize("words", [("--truth", "late=is_late", "--truth", "q=truth"), ("--recipe", "r.yaml")])
+def test_columns_of_right_answers_are_named_one_by_one_or_by_a_mapping(words: tuple[str, ...]) -> None:
+    write_parquet("s.parquet", **typed(LABELS), **late(), is_late=(shares(2)[1] == 0).tolist())
+    Path("r.yaml").write_text("truth:\n  late: is_late\n  q: truth\n")
+    wanted = floors("s.parquet", "--truth", "late=is_late,q=truth")["questions"]
+    assert list(wanted) == ["late", "q"]
+    assert floors("s.parquet", *words)["questions"] == wanted
+
+
+def test_a_question_that_no_row_answers_has_no_floor() -> None:
+    table = typed(LABELS) | {name: [None] * ROWS for name in ("q", "q.probabilities")}
+    write_jsonl("s.jsonl", [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)])
+    assert "no row has an answer to q with its probabilities" in floors("s.jsonl", "--truth", "q=truth")["error"]
+
+
 def test_per_answer_needs_an_accuracy() -> None:
     write_parquet("s.parquet", **TABLE)
     done = CliRunner().invoke(app, ["calibrate", "s.parquet", "--truth", "truth", "--per-answer"])

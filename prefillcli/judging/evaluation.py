@@ -150,6 +150,8 @@ _HALF = 0.5  # where the prediction of two labels changes
 class EvaluationPlan(TruthPlan):
     """The way to evaluate the answers to a question."""
 
+    between: ClassVar[bool] = True
+
     wanted_precision: float | None = None
 
     @classmethod
@@ -231,7 +233,7 @@ def require_labels(source: Source, plan: EvaluationPlan) -> None:
         for known, own in zip(carried_values(batch.carried[plan.truth], json_text=json_text), choices, strict=False):
             if is_blank(known):
                 continue
-            if plan.number_of(known, own) is not None or plan.value_of(known) is not None:
+            if plan.knows(known, own):
                 return
             text = as_json_text(known)
             found[text] = found.get(text, 0) + 1

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -363,6 +363,8 @@ NO_TRUTH, NO_OPTION = "without a right answer", "whose right answer is none of t
 class TruthPlan:
     """The answers to a question, and the column with the right ones."""
 
+    between: ClassVar[bool] = False  # whether a number between the levels of a scale is a right answer
+
     own: AnswerColumns
     truth: str
     labels: tuple[Label, ...]  # none where rows have their own choices
@@ -424,6 +426,10 @@ class TruthPlan:
         number = self.number_of(answer)
         return as_number(answer) if number is None else self.numbers[number]
 
+    def knows(self, answer: Any, choices: Any = None) -> bool:
+        """Return whether a value is a right answer."""
+        return self.number_of(answer, choices) is not None or (self.between and self.value_of(answer) is not None)
+
     def mistakes(self, values: Mapping[str, int], left_out: int = 0) -> Mistakes | None:
         """Return the right answers, of these values as JSON with the number of rows of each, that stand for nothing.
         So do those of the rows that were `left_out`."""
@@ -433,7 +439,7 @@ class TruthPlan:
                 value = json.loads(text)
             except ValueError:
                 value = text  # what cannot be JSON is named as it is
-            if not is_blank(value) and self.number_of(value) is None and self.value_of(value) is None:
+            if not is_blank(value) and not self.knows(value):
                 found[value if isinstance(value, str) else text] = rows
         return Mistakes.of(found, self.names, left_out=left_out)
 
@@ -799,10 +805,10 @@ def job_of(path: str) -> Job | None:
     return None
 
 
-def _of_text(text: str) -> Any:
-    # A cell of a table of texts, which has numbers and JSON.
+def _of_text(text: str | None) -> Any:
+    # A cell of a table of texts, which has numbers and JSON; None in a row that cannot be read.
     for read in (float, json.loads):
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError, RecursionError):
             return read(text)
     return text or None
 
