@@ -805,7 +805,7 @@ def job_of(path: str) -> Job | None:
     return None
 
 
-def _of_text(text: str | None) -> Any:
+def _of_text(text: Any) -> Any:
     # A cell of a table of texts, which has numbers and JSON; None in a row that cannot be read.
     for read in (float, json.loads):
         with suppress(ValueError, TypeError, RecursionError):
