@@ -66,9 +66,8 @@ class TruthOptions(Options):
 
     truth: Annotated[dict[str, str], BeforeValidator(_read_truth)] = option(
         {},
-        "Column with the right answers: labels, options or levels; of two labels also yes and no, true and false, 1 "
-        "and 0. Of several questions NAME=COLUMN, comma-separated or repeated; a mapping in a recipe. prefill score "
-        "copies them to the output.",
+        "Column with the right answers: labels, options or levels, or yes and no for two labels. Of several questions "
+        "NAME=COLUMN, comma-separated or repeated. prefill score copies it to the output.",
         EVALUATION, level="first", changes="columns", metavar="[NAME=]COLUMN", repeatable=True,
     )  # fmt: skip
 
