@@ -68,7 +68,7 @@ class OpenRows:
         reviewed."""
         responses = None if opened is None else self.asking.responses(opened, labels)
         questions = self.asking.named or (by_labels(labels),)
-        truths = truth_by_question(self.settings.truth.truth, [own.key for own in questions])
+        truths = truth_by_question(self.settings.truth.columns, [own.key for own in questions])
         temperature = self.settings.answers.temperature
 
         def used(own: AnswerColumns) -> AnswerColumns:

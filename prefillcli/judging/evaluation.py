@@ -611,7 +611,7 @@ class Evaluating(Judge):
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         choices = settings.choices.choices_column
-        self.carried = [*settings.truth.truth.values(), *([] if choices is None else [choices])]
+        self.carried = [*settings.truth.columns.values(), *([] if choices is None else [choices])]
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
     def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:

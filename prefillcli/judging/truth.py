@@ -162,7 +162,7 @@ def find_truth(
     """
     if given.truth_from is not None:
         return _of_file(given, Source.open([given.truth_from]), asked, available, job)
-    named = truth_by_question(given.truth, asked)
+    named = truth_by_question(given.columns, asked)
     for truth in named.values():
         if truth in (own.column("") for own in asked.values()):
             raise UsageError(
@@ -203,7 +203,7 @@ def _of_file(
         own = {id_: each[name] for id_, each in found.items() if name in each}
         blank = sum(name not in each for each in answers.values()) if name in reviewed else 0
         told[name] = RightAnswers(truth, key, own, blank)
-    if reviewed and not given.truth:
+    if reviewed and given.truth is None:
         told = {name: own for name, own in told.items() if own.found}
         if not told:
             raise UsageError(
@@ -223,11 +223,11 @@ def _named_in(
     other = given.truth_from
     if given.review_blank == "confirmed" and not reviewed:
         raise UsageError(f"--review-blank confirmed: {other} is not a file of prefill score --review\nleave it out")
-    if not given.truth:
+    if given.truth is None:
         if not reviewed:
             raise UsageError(f"no --truth given: name the column of {other} with the right answers")
         return reviewed
-    named = truth_by_question(given.truth, asked)
+    named = truth_by_question(given.columns, asked)
     for name, truth in named.items():
         if name in reviewed and truth == asked[name].column(""):
             raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, PlainSerializer, model_validator
 
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.options.groups import QUOTED, NameList, RowRange, TextList, split_repeated
@@ -22,11 +22,13 @@ from prefillcli.options.option import (
 )
 from prefillcli.options.requirements import ALL_ROWS, SHOWN_TEXT, Requirement
 
-TRUTH = Requirement(lambda s: bool(s.truth.truth), "needs --truth", "name the right answers with --truth")
+TRUTH = Requirement(lambda s: bool(s.truth.columns), "needs --truth", "name the right answers with --truth")
 
 
-def _read_truth(value: object) -> dict[str, str]:
+def _read_truth(value: object) -> dict[str, str] | None:
     # Columns by question, of texts like tone=right_tone or of a mapping; the name of the only question may be empty.
+    if value is None:
+        return None
     if isinstance(value, Mapping):
         pairs = [(str(name), str(column)) for name, column in value.items()]
     else:
@@ -38,6 +40,11 @@ def _read_truth(value: object) -> dict[str, str]:
             "must be a column, or the column of each question once, like relevant=is_relevant,tone=right_tone"
         )
     return found
+
+
+def truth_text(truth: Mapping[str, str] | None) -> str | None:
+    """Return columns by question as one text, which reports and the identity of a job have."""
+    return None if truth is None else ",".join(f"{name and name + '='}{column}" for name, column in truth.items())
 
 
 def truth_option(name: str, column: str) -> str:
@@ -64,12 +71,19 @@ def truth_by_question(truth: Mapping[str, str], questions: Collection[str]) -> d
 class TruthOptions(Options):
     """The right answers that scores are compared with."""
 
-    truth: Annotated[dict[str, str], BeforeValidator(_read_truth)] = option(
-        {},
+    truth: Annotated[
+        dict[str, str] | None, BeforeValidator(_read_truth), PlainSerializer(truth_text, when_used="json")
+    ] = option(
+        None,
         "Column with the right answers: labels, options or levels, or yes and no for two labels. Of several questions "
         "NAME=COLUMN, comma-separated or repeated. prefill score copies it to the output.",
         EVALUATION, level="first", changes="columns", metavar="[NAME=]COLUMN", repeatable=True,
     )  # fmt: skip
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The columns by question; the name of the only one may be empty."""
+        return self.truth or {}
 
 
 class EvaluationOptions(Options):
@@ -220,7 +234,7 @@ class LabelledOptions(TruthOptions):
 
     def check(self) -> None:
         super().check()
-        if not self.truth and self.truth_from is None:
+        if self.truth is None and self.truth_from is None:
             raise UsageError("no --truth given: name the column with the right answers")
 
 

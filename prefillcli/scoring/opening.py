@@ -167,7 +167,7 @@ def _checked(
     if parts.review is not None:
         schema = rows.schema(labels, opened, calibrated, parts.review.floors(schema))
     if checks_outputs(rows.settings):
-        schema.require_distinct(rows.settings.truth.truth.values())
+        schema.require_distinct(rows.settings.truth.columns.values())
     return schema
 
 

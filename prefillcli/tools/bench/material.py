@@ -63,7 +63,7 @@ def read_rows(
             result.notes.append(f"{text}; --limit or --sample takes others, --full all")
     truths: dict[PromptKey, bool | None] = {}
     names = [each.question.name or ANSWER for each in labels.asked]
-    for name, column in truth_by_question(settings.truth.truth, names).items():
+    for name, column in truth_by_question(settings.truth.columns, names).items():
         part, values = names.index(name), to_python(window.carried.column(column))
         if source.kind == "jsonl":
             values = [None if value is None else json.loads(value) for value in values]
