@@ -354,7 +354,7 @@ def _form(id_: str) -> str:
 
 _UNKNOWN = -1
 _MOST_COUNTED = 1000  # different values that are no answer
-_SAME = 1e-6
+_SAME, _MORE_THAN_ALL = 1e-6, 1e-3
 BROKEN, NO_PROBABILITIES, NO_ANSWER = "that cannot be read", "whose answer has no probabilities", "without an answer"
 NO_TRUTH, NO_OPTION = "without a right answer", "whose right answer is none of the options"
 
@@ -774,9 +774,14 @@ class LabelledOutput:
             yield _Piece(table, answers, np.arange(len(answers)), repeat(None), broken, odd)
 
     def _require_first(self, own: AnswerColumns, table: pa.Table, odd: BoolArray, *, exact: bool) -> None:
-        # Raise UsageError unless the first label is that of the score: in a copy the columns may have another order,
-        # and with more than two labels a temperature changes the score alone.
+        # Raise UsageError unless labels exclude one another, and the first is that of the score: in a copy the columns
+        # may have another order, and with more than two labels a temperature changes the score alone.
         score, logs = table["score"].to_numpy(), own.logs_in(table)
+        if np.any(np.exp(logs[~odd]).sum(axis=1) > 1 + _MORE_THAN_ALL):
+            raise UsageError(
+                f"{self.given.scores}: its labels do not exclude one another: their probabilities add up to more than "
+                f"1\nscore one of them, with --labels {own.labels[0]}"
+            )
         with np.errstate(invalid="ignore"):
             clear = ~odd & (np.diff(np.sort(logs, axis=1)[:, -2:], axis=1)[:, 0] > _SAME)
         first = logs.argmax(axis=1) == 0

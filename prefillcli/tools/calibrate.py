@@ -29,7 +29,6 @@ from prefillcli.stats.labels import label_probabilities, log_shares_of
 
 _EXIT = "exit_layer"
 _BOTH_ORDERS = "order_decided"
-_MORE_THAN_ALL = 1e-3
 
 
 def _read(given: LabelledOptions) -> tuple[LabelledOutput, JudgedAnswers]:
@@ -66,13 +65,7 @@ def _read(given: LabelledOptions) -> tuple[LabelledOutput, JudgedAnswers]:
             "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
             "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
         )
-    rows = found.read(name, exact=False)
-    if np.any(np.exp(rows.logs).sum(axis=1) > 1 + _MORE_THAN_ALL):
-        raise UsageError(
-            f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
-            f"score one of them, with --labels {own.labels[0]}"
-        )
-    return found, rows
+    return found, found.read(name, exact=False)
 
 
 # The results of cross-validation for each method, as a table in the terminal.
