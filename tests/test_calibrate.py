@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -153,10 +154,10 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted() -> None:
     assert found.scaling == written("good.json").scaling
     assert found.fitted_on is not None
     assert found.fitted_on.left_out == {
-        "without a score": 1,
-        "whose score is no probability": 6,
+        "without an answer": 1,
+        "whose answer has no probabilities": 6,
         "without a right answer": 2,
-        "whose right answer is no label": 1,
+        "whose right answer is none of the options": 1,
     }
     assert found.fitted_on.mistakes is not None
     assert [(each.value, each.rows) for each in found.fitted_on.mistakes.examples] == [("maybe", 1)]
@@ -172,6 +173,34 @@ def test_impossible_labels_have_a_place_in_the_fit() -> None:
         assert np.isfinite(written().probabilities(np.array([[-0.5, -math.inf], [-1.0, -2.0]]))).all()
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_label_without_probability_is_known_where_a_format_has_no_infinity(ending: str) -> None:
+    table = columns()
+    for at in range(0, ROWS, 7):
+        table["score"][at], table["logprob_Yes"][at], table["logprob_No"][at] = 1.0, -0.5, -math.inf
+    write_parquet("wanted.parquet", **table)
+    calibrate("wanted.parquet", output="wanted.json", method="platt")
+    table["logprob_No"] = [None if each == -math.inf else each for each in table["logprob_No"]]
+    if ending == "jsonl":
+        write_jsonl("s.jsonl", rows_of(table))
+    else:
+        with Path("s.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(table))
+            writer.writeheader()
+            writer.writerows(rows_of(table))
+            file.write("a,line,that,has,far,too,many,cells\n")
+    assert calibrate(f"s.{ending}", method="platt")["exit_code"] == 0
+    fitted, wanted = written(), written("wanted.json")
+    assert fitted.scaling == wanted.scaling
+    assert fitted.fitted_on is not None
+    assert fitted.fitted_on.left_out == ({} if ending == "jsonl" else {"that cannot be read": 1})
+
+
+def test_a_column_of_lists_has_no_right_answers() -> None:
+    write_parquet("s.parquet", **columns() | {"answer": [["Yes"]] * ROWS})
+    assert 'none of its values is a label: ["Yes"]' in calibrate()["error"]
+
+
 def test_lines_that_are_no_rows_are_left_out() -> None:
     rows: list[Any] = rows_of(columns())
     odd = {**rows[0], "score": "high", "logprob_Yes": [1]}
@@ -180,7 +209,7 @@ def test_lines_that_are_no_rows_are_left_out() -> None:
     fitted = written().fitted_on
     assert fitted is not None
     assert fitted.rows == ROWS
-    assert fitted.left_out == {"that cannot be read": 3, "whose score is no probability": 1}
+    assert fitted.left_out == {"that cannot be read": 3, "whose answer has no probabilities": 1}
 
 
 def test_right_answers_may_lie_in_another_file_by_id_or_by_row() -> None:
@@ -244,9 +273,13 @@ def without(name: str) -> dict[str, list[Any]]:
         (columns() | {"answer": ["Yes"] * ROWS}, {}, "No is the right answer of 0 rows; at least 10 rows"),
         (columns(12), {}, "at least 10 rows of each label are needed"),
         (columns(60), {"folds": 50}, "at least 50 rows of each label are needed"),
-        (columns() | {"answer": ["?"] * ROWS}, {}, f"({ROWS} whose right answer is no label)\nthe labels: Yes, No"),
-        (columns() | {"score": [None] * ROWS}, {}, f"({ROWS} without a score)"),
-        (columns() | {"score": ["high"] * ROWS}, {}, f"({ROWS} whose score is no probability)"),
+        (
+            columns() | {"answer": ["?"] * ROWS},
+            {},
+            f"--truth answer: none of its values is a label: ? ({ROWS} rows)\nthe labels are Yes, No",
+        ),
+        (columns() | {"score": [None] * ROWS}, {}, f"({ROWS} without an answer)"),
+        (columns() | {"score": ["high"] * ROWS}, {}, f"({ROWS} whose answer has no probabilities)"),
         (columns() | {"score": [1 - each for each in columns()["score"]]}, {}, "score is not the probability of Yes"),
         (columns() | {"exit_layer": [*[None] * (ROWS - 1), 9]}, {}, "rows left early (--exit)"),
         ({name: values[:0] for name, values in columns().items()}, {}, "it has no rows"),

@@ -88,7 +88,7 @@ def test_each_question_has_its_floors() -> None:
     done = floors("s.parquet", "--truth", "late=is_late,q=truth", "-o", "f.json")
     assert_same(done["questions"]["late"]["floors"][0], expected(2))
     assert_same(done["questions"]["q"]["floors"][0], expected(3, seed=1))
-    alone = floors("s.parquet", "--question", "q", "--truth", "truth")
+    alone = floors("s.parquet", "--truth", "q=truth")
     assert alone["questions"] == {"q": done["questions"]["q"]}
 
 
@@ -220,15 +220,19 @@ TABLE = labels_of(LABELS)[0] | {"truth": [LABELS[at] for at in labels_of(LABELS)
         (TABLE, ("--truth", "truth", "--accuracy", "0"), "--accuracy '0': should be greater than 0"),
         (TABLE, (), "no --truth given"),
         (TABLE, ("--truth", "else"), "no column 'else'"),
-        (TABLE, ("--truth", "truth", "--question", "tone"), "it has no answers to a question 'tone'"),
+        (TABLE, ("--truth", "tone=truth"), "--truth tone=truth: no question 'tone'\nthere are answer"),
         (TABLE, ("--truth", "truth", "--folds", "3"), "--folds has no effect beside --accuracy"),
         (TABLE | {"truth": [None] * ROWS}, ("--truth", "truth"), f"({ROWS} without a right answer)"),
-        (TABLE | {"truth": ["?"] * ROWS}, ("--truth", "truth"), "whose right answer is none of the options"),
+        (
+            TABLE | {"truth": ["?"] * ROWS},
+            ("--truth", "truth"),
+            f"--truth truth: none of its values is a label: ? ({ROWS} rows)",
+        ),
         ({name: values[:0] for name, values in TABLE.items()}, ("--truth", "truth"), "it has no rows"),
         (TABLE | {"score": TABLE["logprob_sad"]}, ("--truth", "truth"), "score is not the probability of calm"),
         ({"prompt": ["x"], "truth": ["y"]}, ("--truth", "truth"), "not an output of prefill score"),
-        (typed(LABELS) | late(), ("--truth", "truth"), "names the column of each question once"),
-        (typed(LABELS), ("--truth", "p=truth"), "it has no answers to a question 'p'"),
+        (typed(LABELS) | late(), ("--truth", "truth"), "there are q, late: write it like q=truth"),
+        (typed(LABELS), ("--truth", "p=truth"), "--truth p=truth: no question 'p'"),
     ],
 )
 def test_what_proves_nothing_is_refused(table: dict[str, Any], words: tuple[str, ...], said: str) -> None:
@@ -238,6 +242,21 @@ def test_what_proves_nothing_is_refused(table: dict[str, Any], words: tuple[str,
     assert said in done["error"]
     assert len(done["error"].splitlines()) <= 3
     assert not Path("floors.json").exists()
+
+
+@pytest.mark.parametrize("words", [("--truth", "late=is_late", "--truth", "q=truth"), ("--recipe", "r.yaml")])
+def test_columns_of_right_answers_are_named_one_by_one_or_by_a_mapping(words: tuple[str, ...]) -> None:
+    write_parquet("s.parquet", **typed(LABELS), **late(), is_late=(shares(2)[1] == 0).tolist())
+    Path("r.yaml").write_text("truth:\n  late: is_late\n  q: truth\n")
+    wanted = floors("s.parquet", "--truth", "late=is_late,q=truth")["questions"]
+    assert list(wanted) == ["late", "q"]
+    assert floors("s.parquet", *words)["questions"] == wanted
+
+
+def test_a_question_that_no_row_answers_has_no_floor() -> None:
+    table = typed(LABELS) | {name: [None] * ROWS for name in ("q", "q.probabilities")}
+    write_jsonl("s.jsonl", [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)])
+    assert "no row has an answer to q with its probabilities" in floors("s.jsonl", "--truth", "q=truth")["error"]
 
 
 def test_per_answer_needs_an_accuracy() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking, by_labels
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
+from prefillcli.options.judging import truth_by_question
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels
@@ -66,7 +67,9 @@ class OpenRows:
         these names are `calibrated`; `floors` are those of the labels of each question, below which answers are
         reviewed."""
         responses = None if opened is None else self.asking.responses(opened, labels)
-        truths, temperature = self.settings.truth_columns, self.settings.answers.temperature
+        questions = self.asking.named or (by_labels(labels),)
+        truths = truth_by_question(self.settings.truth.columns, [own.key for own in questions])
+        temperature = self.settings.answers.temperature
 
         def used(own: AnswerColumns) -> AnswerColumns:
             left = frozenset[Group]() if own.name in calibrated else frozenset[Group](["calibrated"])
@@ -74,13 +77,13 @@ class OpenRows:
                 own,
                 groups=own.groups | self.groups - left,
                 temperature=temperature,
-                truth=truths.get(own.name),
+                truth=truths.get(own.key),
                 floors=floors.get(own.key, ()),
                 token_text=None if responses is None else responses.text_of,
             )
 
         return OutputSchema(
-            questions=tuple(map(used, self.asking.named or (by_labels(labels),))),
+            questions=tuple(map(used, questions)),
             id_name=self.settings.ids.id_column,
             carried=self.source.carried_schema,
             json_carried=self.source.kind == "jsonl",

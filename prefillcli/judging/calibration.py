@@ -406,7 +406,7 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
         what = f"the question {calibration.question}" if calibration.question else "scores of one question about a row"
         raise UsageError(
             f"--calibration {path}: it is for {what}, which this job does not ask\n"
-            "fit one with prefill calibrate, where --question names one of several"
+            "fit one with prefill calibrate, where --truth NAME=COLUMN names one of several"
         )
     if calibration.labels != tuple(own):
         raise UsageError(

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel, Field, RootModel
 
 from prefillcli.core.roles import Judge
 from prefillcli.core.windows import find_prompts
-from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.judging.truth import Mistakes, answer_number, as_number, is_blank, tell_answers
+from prefillcli.errors import UsageError
+from prefillcli.judging.truth import (
+    JudgedAnswers,
+    Mistakes,
+    TruthPlan,
+    as_json_text,
+    carried_values,
+    is_blank,
+    judged_answers,
+)
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
@@ -43,8 +47,8 @@ from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
 from prefillcli.rows.output.destination import Destination
-from prefillcli.rows.values import id_texts, json_texts, to_python
-from prefillcli.stats.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from prefillcli.rows.values import id_texts
+from prefillcli.stats.arrays import Float64Array, Int32Array
 from prefillcli.stats.evaluation import (
     Evaluation,
     NumberFigures,
@@ -143,14 +147,12 @@ _HALF = 0.5  # where the prediction of two labels changes
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationPlan:
+class EvaluationPlan(TruthPlan):
     """The way to evaluate the answers to a question."""
 
-    own: AnswerColumns
-    truth: str  # the kept column with the right answers
-    labels: tuple[Label, ...]  # none where rows have their own choices
-    wanted_precision: float | None
-    choices: str | None = None  # the kept column with the choices of each row
+    between: ClassVar[bool] = True
+
+    wanted_precision: float | None = None
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
@@ -177,83 +179,9 @@ class EvaluationPlan:
             own,
             truth,
             () if chosen else labels.with_absence,
-            settings.evaluation.wanted_precision,
             labels.columns[0] if chosen else None,
+            settings.evaluation.wanted_precision,
         )
-
-    @property
-    def option(self) -> str:
-        """The option that names its column, for messages."""
-        return f"--truth {self.own.name and self.own.name + '='}{self.truth}"
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the labels."""
-        return [label.name for label in self.labels]
-
-    def name_of(self, number: int) -> str:
-        """Return the label of this number; of choices the number itself."""
-        return self.labels[number].name if self.labels else str(number)
-
-    @property
-    def values(self) -> bool:
-        """Whether scores are values; those of the first label then rank the rows."""
-        return self.own.measure is Measure.VALUES
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """What each label stands for; none unless they are ordered."""
-        return self.own.values
-
-    @property
-    def by_label(self) -> bool:
-        """Whether each label has a score of its own, and the first one's does not suffice."""
-        return len(self.labels) > 2 and not self.values
-
-    @property
-    def columns(self) -> list[str]:
-        """All columns of the output that the evaluation reads."""
-        told = [*self.own.told, *self.own.calibrated]
-        if self.choices:
-            told = ["score", self.choices, "scores", "logprobs"]
-        return list(dict.fromkeys([self.truth, *told]))
-
-    def number_of(self, answer: Any, choices: Any = None) -> int | None:
-        """Return the number of the label, or of the row's choice, that a right answer stands for; None if it is
-        none."""
-        if not isinstance(answer, str | int | float | bool):
-            return None
-        if self.choices is None:
-            return answer_number(answer, self.labels, self.numbers)
-        if isinstance(choices, str):  # CSV has no lists, and a column of JSON Lines may hold others too
-            with suppress(ValueError, RecursionError):
-                choices = json.loads(choices)
-        if not isinstance(choices, list) or isinstance(answer, bool):
-            return None
-        if answer in choices:
-            return choices.index(answer)
-        number = as_number(answer)
-        return int(number) if number is not None and number in range(len(choices)) else None
-
-    def mistakes(self, values: Mapping[str, int], left_out: int = 0) -> Mistakes | None:
-        """Return the right answers, of these values as JSON with the number of rows of each, that stand for nothing.
-        So do those of the rows that were `left_out`."""
-        found: dict[str, int] = {}
-        for text, rows in values.items():
-            try:
-                value = json.loads(text)
-            except ValueError:
-                value = text  # what cannot be JSON is named as it is
-            if not is_blank(value) and self.number_of(value) is None and self.value_of(value) is None:
-                found[str(value) if isinstance(value, str) else text] = rows
-        return Mistakes.of(found, self.names, left_out=left_out)
-
-    def value_of(self, answer: Any) -> float | None:
-        """Return the number that a right answer stands for, where labels are ordered: that of its label, or itself."""
-        if not self.numbers:
-            return None
-        number = self.number_of(answer)
-        return as_number(answer) if number is None else self.numbers[number]
 
 
 def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> RunEvaluation:
@@ -262,11 +190,11 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     Raises UsageError if its truth column has values and none of them is a label.
     """
     destination = Destination.parse(output)
-    pairs = read_scored_truth(destination, plan)
-    mistakes = plan.mistakes({value: rows for value, (_, rows) in pairs.found.values.items()}, pairs.found.left_out)
+    pairs = judged_answers(destination, plan)
+    mistakes = pairs.mistakes
     if mistakes is not None and not len(pairs.truth) and not pairs.said.size:
-        raise _no_label(plan, mistakes)
-    tell_answers(plan.option, mistakes, plan.names or ["the choices of their rows"])
+        raise plan.no_answer(mistakes)
+    plan.tell(mistakes)
     figures = _figures(pairs, pairs.scores, plan)
     calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
     threshold = None if plan.values else _threshold(figures)
@@ -286,7 +214,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     )
 
 
-def _named_rows(pairs: ScoredTruth, threshold: float | None) -> tuple[list[int], list[int]]:
+def _named_rows(pairs: JudgedAnswers, threshold: float | None) -> tuple[list[int], list[int]]:
     wrong = surest_wrong(pairs.probabilities, pairs.truth, MOST_ROWS)
     if threshold is None:
         return wrong, closest_call(pairs.probabilities, MOST_ROWS)
@@ -301,19 +229,19 @@ def require_labels(source: Source, plan: EvaluationPlan) -> None:
     found: dict[str, int] = {}
     json_text, seen = source.kind == "jsonl", 0  # columns from JSON Lines hold JSON
     for batch in source.batches(min(_LOOKED_AT, BATCH_ROWS)):
-        choices = _values(batch.carried[plan.choices], json_text=json_text) if plan.choices else repeat(None)
-        for known, own in zip(_values(batch.carried[plan.truth], json_text=json_text), choices, strict=False):
+        choices = carried_values(batch.carried[plan.choices], json_text=json_text) if plan.choices else repeat(None)
+        for known, own in zip(carried_values(batch.carried[plan.truth], json_text=json_text), choices, strict=False):
             if is_blank(known):
                 continue
-            if plan.number_of(known, own) is not None or plan.value_of(known) is not None:
+            if plan.knows(known, own):
                 return
-            text = json.dumps(known, ensure_ascii=False, default=str)
+            text = as_json_text(known)
             found[text] = found.get(text, 0) + 1
         seen += len(batch.rows)
         if seen >= _LOOKED_AT:
             break
     if (mistakes := plan.mistakes(found)) is not None:
-        raise _no_label(plan, mistakes)
+        raise plan.no_answer(mistakes)
 
 
 def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvaluation:
@@ -350,24 +278,11 @@ def _end_of(tokens: Int32Array, start: int, decode: Callable[[Any], str]) -> str
     return ("…" if start else "") + decode(tokens[start:])
 
 
-def _no_label(plan: EvaluationPlan, mistakes: Mistakes) -> UsageError:
-    if plan.choices:
-        return UsageError(
-            f"{plan.option}: none of its values is a choice of its row: {mistakes.text}\n"
-            "give the column the texts of choices, or their numbers from 0, or leave unknown ones null"
-        )
-    own = ", ".join(plan.names) + (", also yes and no, true and false, 1 and 0" if len(plan.labels) == 2 else "")
-    return UsageError(
-        f"{plan.option}: none of its values is a label: {mistakes.text}\n"
-        f"the labels are {own}: give the column those values, or leave unknown ones null"
-    )
-
-
-def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
+def _figures(pairs: JudgedAnswers, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
     others: dict[str, Any] = {"without_truth": pairs.without_truth, "errors": pairs.errors}
-    if pairs.logprobs is not None:
+    if plan.choices:
         divided = "label_scores" in plan.own.groups
-        return evaluate_choices(scores, pairs.truth, pairs.logprobs, divided=divided, **others)
+        return evaluate_choices(scores, pairs.truth, pairs.logs, divided=divided, **others)
     if scores.ndim == 2:
         return evaluate_labels(scores, pairs.truth, plan.names, **others)
     return (evaluate_values if plan.values else evaluate)(
@@ -387,7 +302,7 @@ def _threshold(figures: Evaluation) -> float | None:
     return wanted.reached.threshold if wanted is not None and wanted.reached is not None else _HALF
 
 
-def _truth_values(pairs: ScoredTruth, plan: EvaluationPlan) -> list[TruthValue]:
+def _truth_values(pairs: JudgedAnswers, plan: EvaluationPlan) -> list[TruthValue]:
     values = sorted(pairs.found.values.items(), key=lambda item: (item[1][0] is None, -item[1][1], item[0]))
     return [
         TruthValue(value=_shortened(value), label=None if number is None else plan.names[number], rows=rows)
@@ -396,7 +311,7 @@ def _truth_values(pairs: ScoredTruth, plan: EvaluationPlan) -> list[TruthValue]:
 
 
 def _evaluated_row(
-    pairs: ScoredTruth, at: int, plan: EvaluationPlan, names: Mapping[int, int | str], id_name: str | None
+    pairs: JudgedAnswers, at: int, plan: EvaluationPlan, names: Mapping[int, int | str], id_name: str | None
 ) -> EvaluatedRow:
     first = pairs.scores[at].tolist()
     own = first if isinstance(first, list) else [first, 1 - first]
@@ -413,153 +328,6 @@ def _evaluated_row(
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
-
-
-_MOST_COUNTED = 1000  # different values that are not a label
-_UNKNOWN = -1
-
-
-@dataclass(slots=True)
-class TruthCounts:
-    """The values of a column with right answers."""
-
-    # By value as JSON: its label's number, and the count of rows. If there are very many values that are not a label,
-    # only the first.
-    values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
-    left_out: int = 0  # rows with the others
-
-    def add(self, value: str, label: int | None, rows: int) -> None:
-        if label is not None or value in self.values or len(self.values) < _MOST_COUNTED:
-            self.values[value] = label, self.values.get(value, (label, 0))[1] + rows
-        else:
-            self.left_out += rows
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredTruth:
-    """The rows of an output, or of a piece of it, that have a score and a known right answer."""
-
-    # The probability of the first label [rows], or with more than two labels of every label [rows, labels]; of rows
-    # with their own choices [rows, choices], 0 after a row's last choice.
-    scores: Float64Array
-    calibrated: Float64Array | None  # the same after the calibration; None without one
-    truth: Int64Array  # the number of the right label, or of the row's choice [rows]
-    places: Int64Array  # their places in the output, counted from 0 [rows]
-    without_truth: int  # rows that have a score, but no right answer that is a label
-    errors: int  # rows without a score
-    found: TruthCounts  # of all rows with a score
-    logprobs: Float64Array | None  # of whole choices [rows, choices], NaN after a row's last; None for labels
-    # Where labels stand for numbers: the mean, the number of the likeliest label, and the right number, of all rows
-    # that have one [3, rows].
-    said: Float64Array
-
-    @property
-    def probabilities(self) -> Float64Array:
-        """The probabilities of every label [rows, labels]."""
-        return self.scores if self.scores.ndim == 2 else np.stack([self.scores, 1 - self.scores], axis=1)
-
-
-def read_scored_truth(destination: Destination, plan: EvaluationPlan) -> ScoredTruth:
-    """Read the scores of an output and its right answers, in 24 bytes a row for two labels.
-
-    Calibrated probabilities take 8 bytes more. Raises what pyarrow raises, or ValueError, if the output is damaged.
-    """
-    counts, rows = TruthCounts(), 0
-    # A piece without rows, for outputs that have none: its arrays have the right number of dimensions.
-    width = (max(len(plan.labels), 2),) if plan.by_label or plan.choices else ()
-    none, calibrated = np.empty((0, *width)), np.empty((0, *width)) if plan.own.calibrated else None
-    numbers, logprobs = np.empty(0, np.int64), none if plan.choices else None
-    pieces = [ScoredTruth(none, calibrated, numbers, numbers, 0, 0, counts, logprobs, np.empty((3, 0)))]
-    for table in destination.tables(plan.columns):
-        pieces.append(_of_piece(table, rows, plan, counts, json_text=destination.file_format.json_text))
-        rows += len(table)
-    return ScoredTruth(
-        scores=_joined([each.scores for each in pieces], 0.0),
-        calibrated=_joined([each.calibrated for each in pieces if each.calibrated is not None], 0.0)
-        if plan.own.calibrated
-        else None,
-        truth=np.concatenate([each.truth for each in pieces]),
-        places=np.concatenate([each.places for each in pieces]),
-        without_truth=sum(each.without_truth for each in pieces),
-        errors=sum(each.errors for each in pieces),
-        found=counts,
-        logprobs=_joined([each.logprobs for each in pieces if each.logprobs is not None], math.nan)
-        if plan.choices
-        else None,
-        said=np.concatenate([each.said for each in pieces], axis=1),
-    )
-
-
-def _of_piece(
-    table: pa.Table, first: int, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
-) -> ScoredTruth:
-    # `first` is the place of its first row in the output. The values of the truth are counted.
-    shares = np.empty((0, 0)) if plan.choices else plan.own.shares_in(table)
-    scored = pc.is_valid(table["score"]).to_numpy() if plan.choices else ~np.isnan(shares[:, 0])
-    answers_of = _chosen if plan.choices else _labels_of
-    numbers, values = answers_of(table, scored, plan, counts, json_text=json_text)
-    known = scored & (numbers != _UNKNOWN)
-    of_labels = slice(None) if plan.by_label else 0  # of two labels the first suffices
-    return ScoredTruth(
-        scores=_padded(table["scores"], known, 0.0) if plan.choices else shares[known][:, of_labels],
-        calibrated=plan.own.calibrated_in(table)[known][:, of_labels] if plan.own.calibrated else None,
-        truth=numbers[known],
-        places=np.flatnonzero(known) + first,
-        without_truth=int(scored.sum() - known.sum()),
-        errors=len(table) - int(scored.sum()),
-        found=counts,
-        logprobs=_padded(table["logprobs"], known, math.nan) if plan.choices else None,
-        said=_said(shares, values, scored & ~np.isnan(values), plan.numbers),
-    )
-
-
-def _joined(pieces: Sequence[Float64Array], fill: float) -> Float64Array:
-    # One below the other; `fill` widens those with fewer columns.
-    if pieces[0].ndim == 1:
-        return np.concatenate(pieces)
-    most = max(each.shape[1] for each in pieces)
-    wide = [np.pad(each, ((0, 0), (0, most - each.shape[1])), constant_values=fill) for each in pieces]
-    return np.concatenate(wide)
-
-
-def _padded(column: pa.ChunkedArray, known: BoolArray, fill: float) -> Float64Array:
-    # The lists of known rows as one array; `fill` pads the shorter ones.
-    lists = column.combine_chunks().filter(pa.array(known))
-    counts = np.asarray(pc.list_value_length(lists), np.int64)
-    found = np.full((len(counts), int(counts.max(initial=2))), fill)
-    found[np.arange(found.shape[1]) < counts[:, None]] = lists.flatten().to_numpy(zero_copy_only=False)
-    return found
-
-
-def _said(shares: Float64Array, values: Float64Array, known: BoolArray, numbers: Sequence[float]) -> Float64Array:
-    # The mean, the number of the likeliest label and the right number of known rows [3, rows].
-    if not numbers:
-        return np.empty((3, 0))
-    stand_for, own = np.array(numbers), shares[known]
-    return np.stack([own @ stand_for, stand_for[own.argmax(axis=1)], values[known]])
-
-
-def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
-    # The content of a carried column.
-    values = to_python(column)
-    return [None if value is None else json.loads(value) for value in values] if json_text else values
-
-
-def _chosen(
-    table: pa.Table, scored: BoolArray, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
-) -> tuple[Int64Array, Float64Array]:
-    # As `_labels_of`, the number of each row's right choice. Only values that are no choice are counted.
-    lists = _values(table[plan.choices], json_text=json_text)
-    numbers = np.full(len(table), _UNKNOWN, np.int64)
-    for place, answer in enumerate(_values(table[plan.truth], json_text=json_text)):
-        if not scored[place] or answer is None:
-            continue
-        number = plan.number_of(answer, lists[place])
-        if number is None:
-            counts.add(json.dumps(answer, ensure_ascii=False, default=str), None, 1)
-        else:
-            numbers[place] = number
-    return numbers, np.full(len(table), math.nan)
 
 
 def row_names(destination: Destination, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
@@ -579,30 +347,6 @@ def row_names(destination: Destination, places: Sequence[int], id_name: str | No
         if len(wanted) == 0 or rows > wanted[-1]:
             break
     return found
-
-
-def _labels_of(
-    table: pa.Table, scored: BoolArray, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
-) -> tuple[Int64Array, Float64Array]:
-    # The number of each row's right label, _UNKNOWN without one [rows], and the number that the right answer stands
-    # for, NaN without one [rows]. The values of scored rows are counted.
-    column = table[plan.truth]
-    try:
-        encoded = column.combine_chunks().dictionary_encode()
-    except pa.ArrowNotImplementedError:  # lists and structs are not labels
-        counts.add(f"a value of type {column.type}", None, int(scored.sum()) - column.null_count)
-        return np.full(len(column), _UNKNOWN, np.int64), np.full(len(column), math.nan)
-    said = _values(encoded.dictionary, json_text=json_text)
-    values = [value if isinstance(value, str | int | float | bool) else None for value in said]
-    texts = json_texts(pa.chunked_array([encoded.dictionary]), json_text=json_text)
-    numbers = [plan.number_of(value) for value in values]
-    at = encoded.indices.cast(pa.int64()).fill_null(len(values)).to_numpy(zero_copy_only=False)
-    for place, rows in enumerate(np.bincount(at[scored], minlength=len(values))[: len(values)].tolist()):
-        if rows and values[place] is not None:
-            counts.add(texts[place], numbers[place], rows)
-    found = np.array([*(_UNKNOWN if number is None else number for number in numbers), _UNKNOWN], np.int64)
-    stands_for = np.array([*map(plan.value_of, values), None], np.float64)  # None becomes NaN
-    return found[at], stands_for[at]
 
 
 # The evaluation of a run in a few lines, for the terminal and the page.
@@ -867,19 +611,13 @@ class Evaluating(Judge):
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
         choices = settings.choices.choices_column
-        self.carried = [*settings.truth_columns.values(), *([] if choices is None else [choices])]
+        self.carried = [*settings.truth.columns.values(), *([] if choices is None else [choices])]
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
     def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
-        answers = {own.name: (number, own) for number, own in enumerate(schema.questions)}
-        for name, column in self.settings.truth_columns.items():
-            if name not in answers:
-                raise UsageError(
-                    f"--truth {name}={column}: no question {name!r}{did_you_mean(name, answers)}\n"
-                    f"there are {', '.join(answers)}"
-                )
-            number, own = answers[name]
-            self._plans[number] = EvaluationPlan.of(self.settings, labels.asked[number], own, column)
+        for number, own in enumerate(schema.questions):
+            if own.truth is not None:
+                self._plans[number] = EvaluationPlan.of(self.settings, labels.asked[number], own, own.truth)
         for plan in self._plans.values():
             require_labels(rows.source, plan)
 

@@ -173,12 +173,12 @@ def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
 
 
 def _least_mass(report: RunReport) -> tuple[str, float | None]:
-    # The lowest mean label mass of a question, and its name for a message; of labels that of all rows.
+    # The lowest mean label mass of a question, and its name, if there are several, for a message.
     masses = {name: own.label_mass for name, own in report.answers.items() if own.label_mass is not None}
-    if len(masses) < 2:
+    if not masses:
         return "", report.mean_label_mass
     name = min(masses, key=masses.__getitem__)
-    return f" of {name}", masses[name]
+    return f" of {name}" if len(masses) > 1 else "", masses[name]
 
 
 def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:

@@ -42,7 +42,6 @@ from prefillcli.options.judging import (
     EvaluationOptions,
     FitOptions,
     GateOptions,
-    KeptTruthOptions,
     LabelledOptions,
     ProbabilityOptions,
     ReviewOptions,
@@ -101,7 +100,7 @@ class ScoreSettings(JobSettings):
     exits: ExitOptions
     flips: FlipOptions
     estimate: EstimateOptions
-    truth: KeptTruthOptions
+    truth: TruthOptions
     evaluation: EvaluationOptions
     requests: AnsweredOptions
     pairs: PairOptions

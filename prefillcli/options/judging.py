@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, PlainSerializer, model_validator
 
-from prefillcli.errors import UsageError
-from prefillcli.options.asking import AskOptions
-from prefillcli.options.groups import QUOTED, NameList, RowRange, TextList, split_names
+from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.options.groups import QUOTED, NameList, RowRange, TextList, split_repeated
 from prefillcli.options.option import (
     ANSWERS,
-    BENCH,
     EVALUATION,
     FIT,
     GATES,
@@ -22,54 +21,69 @@ from prefillcli.options.option import (
     option,
 )
 from prefillcli.options.requirements import ALL_ROWS, SHOWN_TEXT, Requirement
-from prefillcli.rows.output import ANSWER
 
-TRUTH = Requirement(lambda s: s.truth.truth is not None, "needs --truth", "name the right answers with --truth")
+TRUTH = Requirement(lambda s: bool(s.truth.columns), "needs --truth", "name the right answers with --truth")
 
 
-def truths_by_question(truth: str) -> dict[str, str]:
-    """Return the column with the right answers to each of several questions. Raises UsageError."""
-    try:
-        pairs = [[side.strip() for side in text.partition("=")] for text in split_names(truth)]
-    except ValueError as error:
-        raise UsageError(f"--truth {truth}: {error}") from None
-    found = {name: column for name, _, column in pairs}
-    if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
-        raise UsageError(
-            f"--truth {truth}: with --questions it names the column of each question once\n"
-            "write it like relevant=is_relevant,tone=right_tone"
+def _read_truth(value: object) -> dict[str, str] | None:
+    # Columns by question, of texts like tone=right_tone or of a mapping; the name of the only question may be empty.
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        pairs = [(str(name), str(column)) for name, column in value.items()]
+    else:
+        texts = [text.partition("=") for text in split_repeated(value)]
+        pairs = [(name, column) if equals else ("", name) for name, equals, column in texts] or [("", "")]
+    found = {name.strip(): column.strip() for name, column in pairs}
+    if not all(found.values()) or len(found) < len(pairs) or (len(found) > 1 and "" in found):
+        raise ValueError(
+            "must be a column, or the column of each question once, like relevant=is_relevant,tone=right_tone"
         )
     return found
 
 
-def truth_columns(truth: str | None, asking: AskOptions | None) -> dict[str, str]:
-    """Return the columns with right answers, by question; the name of the only one is empty. Raises UsageError."""
-    if truth is None:
-        return {}
-    if asking is None or asking.questions is None:
-        return {"": truth}
-    return {ANSWER: truth} if asking.asks_once else truths_by_question(truth)
+def truth_text(truth: Mapping[str, str] | None) -> str | None:
+    """Return columns by question as one text, which reports and the identity of a job have."""
+    return None if truth is None else ",".join(f"{name and name + '='}{column}" for name, column in truth.items())
+
+
+def truth_option(name: str, column: str) -> str:
+    """Return the words that give a column with the right answers to a question; the name of the only one is empty."""
+    return f"--truth {name and name + '='}{column}"
+
+
+def truth_by_question(truth: Mapping[str, str], questions: Collection[str]) -> dict[str, str]:
+    """Return the columns with right answers by question, of `questions`: the only one needs no name. Raises
+    UsageError."""
+    names, found = list(questions), {}
+    for given, column in truth.items():
+        name = names[0] if not given and len(names) == 1 else given
+        if name not in names:
+            problem = (
+                f"no question {name!r}{did_you_mean(name, names)}" if name else "it is of one of several questions"
+            )
+            advice = f"there are {', '.join(names)}" + ("" if name else f": write it like {names[0]}={column}")
+            raise UsageError(f"{truth_option(given, column)}: {problem}\n{advice}")
+        found[name] = column
+    return found
 
 
 class TruthOptions(Options):
     """The right answers that scores are compared with."""
 
-    truth: str | None = option(
+    truth: Annotated[
+        dict[str, str] | None, BeforeValidator(_read_truth), PlainSerializer(truth_text, when_used="json")
+    ] = option(
         None,
-        "Column of INPUT with the right answer, for accuracy and AUC; of several questions NAME=COLUMN,...",
-        BENCH, level="first", changes="report", metavar="COLUMN",
+        "Column with the right answers: labels, options or levels, or yes and no for two labels. Of several questions "
+        "NAME=COLUMN, comma-separated or repeated. prefill score copies it to the output.",
+        EVALUATION, level="first", changes="columns", metavar="[NAME=]COLUMN", repeatable=True,
     )  # fmt: skip
 
-
-class KeptTruthOptions(TruthOptions):
-    """The same, kept in the output."""
-
-    truth: str | None = option(
-        None,
-        "Column with the right answer, copied to the output. The report shows how good the answers are. With "
-        "--questions, NAME=COLUMN for each of them, comma-separated.",
-        EVALUATION, level="first", changes="columns", metavar="COLUMN",
-    )  # fmt: skip
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The columns by question; the name of the only one may be empty."""
+        return self.truth or {}
 
 
 class EvaluationOptions(Options):
@@ -190,7 +204,7 @@ class ProbabilityOptions(Options):
         return self.calibration is not None or bool(self.calibrate_with)
 
 
-class LabelledOptions(Options):
+class LabelledOptions(TruthOptions):
     """Scores of rows, and their right answers."""
 
     scores: str = argument(
@@ -200,17 +214,10 @@ class LabelledOptions(Options):
         path="scores",
         min_length=1,
     )
-    truth: str | None = option(
-        None,
-        "Column with the right answer: a label, or yes or no, true or false, 1 or 0 for two labels. With --accuracy, "
-        "NAME=COLUMN for each of several questions, comma-separated. (default: the columns NAME.right of a review "
-        "file)",
-        INPUT, changes="report", metavar="COLUMN",
-    )  # fmt: skip
     truth_from: str | None = option(
         None,
         "File with the right answers, if the scores have none, such as a --review file that a person has filled "
-        "in; rows are matched by id, or by number.",
+        "in, with the columns NAME.right; rows are matched by id, or by number.",
         INPUT, changes="report", metavar="PATH", path="rows",
     )  # fmt: skip
     review_blank: Literal["unseen", "confirmed"] = option(
@@ -224,16 +231,11 @@ class LabelledOptions(Options):
         "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
         INPUT, changes="report", metavar="NAME", requires=TRUTH_FROM,
     )  # fmt: skip
-    question: str = option(
-        "",
-        "Question whose scores are calibrated, if the output has several.",
-        INPUT, changes="report", metavar="NAME",
-    )  # fmt: skip
 
     def check(self) -> None:
         super().check()
         if self.truth is None and self.truth_from is None:
-            raise UsageError("no --truth given: name the column with the right answer")
+            raise UsageError("no --truth given: name the column with the right answers")
 
 
 class FitOptions(Options):

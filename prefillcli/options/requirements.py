@@ -58,7 +58,7 @@ AUDITABLE = Requirement(
     "give --draft and --keep, --exit or --first",
 )
 SHOWN_TEXT = Requirement(
-    lambda s: s.truth.truth is not None or asks_more(s),
+    lambda s: bool(s.truth.columns) or asks_more(s),
     "has no effect on a report that names no rows",
     "name the right answers with --truth, or give --rationale or --evidence",
 )

@@ -35,7 +35,6 @@ from prefillcli.options.judging import (
     ProbabilityOptions,
     ReviewOptions,
     TruthOptions,
-    truth_columns,
 )
 from prefillcli.options.option import Settings, absent
 from prefillcli.options.reading import (
@@ -96,11 +95,6 @@ class JobSettings(ModelSettings):
     log: LogOptions = absent(LogOptions)
 
     @property
-    def truth_columns(self) -> dict[str, str]:
-        """The columns with right answers, by question; the name of the only one is empty. Raises UsageError."""
-        return truth_columns(self.truth.truth, self.asking)
-
-    @property
     def finishes(self) -> bool:
         """True if the run finishes an output of all rows: no shard, and no dry run."""
         return self.files.shard is None and not self.prediction.dry_run
@@ -132,7 +126,6 @@ class JobSettings(ModelSettings):
 
     def check(self) -> None:
         super().check()
-        _ = self.truth_columns  # raises UsageError
         texts = self.rationales
         if texts.speculates_by_draft and not self.uses_draft:
             raise UsageError(

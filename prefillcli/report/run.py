@@ -317,7 +317,7 @@ class RunReport(BaseModel):
     shards: int | None = None  # of a merge: the number of shards that it joined
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None  # None where questions are asked
-    mean_label_mass: float | None = None  # of the scored rows that have one; of several questions the first one's
+    mean_label_mass: float | None = None  # of the scored rows, where `answers` has none
     # By question, here and below; one without a name, asked by labels, is called `answer`.
     answers: dict[str, QuestionAnswers] = Field(default_factory=dict)
     model: str | None = None  # as it was named, or the folder of the sample model
@@ -413,8 +413,9 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped, rows.empty = counts.errors, counts.skipped, counts.empty
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score = None if self.asks_questions else counts.mean_score
-        self.mean_label_mass = tallies.mean_label_mass
         self.answers = {name: QuestionAnswers.of(own) for name, own in tallies.answers.items()}
+        known = any(own.label_mass is not None for own in self.answers.values())
+        self.mean_label_mass = None if known else tallies.mean_label_mass
         self.means = {name: own.total / own.rows for name, own in tallies.means.items() if own.rows}
         self.methods = dict(tallies.methods)
         if tallies.scores:
@@ -708,7 +709,7 @@ def _means(report: RunReport) -> Section:
         section.tiles.append((name, f"{value:.4f}"))
     if report.means:
         section.metric("answer_mean", "Mean of each column with means of ordered labels.", report.means, "column")
-    if report.mean_label_mass is not None and not report.answers:
+    if report.mean_label_mass is not None and not report.answers:  # one of classes says nothing
         section.lines.append(("label mass", f"{report.mean_label_mass:.4g} on average"))
     if report.rows_per_second:
         section.tiles.append(("rows/s", three_digits(report.rows_per_second)))

@@ -62,7 +62,7 @@ class Parts:
     @property
     def readings(self) -> tuple[Reading, ...]:
         """The ways to read prompts cheaper than in full, in the order in which they act."""
-        return tuple(each for each in (self.compression, self.exits) if each is not None)
+        return tuple(each for each in vars(self).values() if isinstance(each, Reading))
 
     @property
     def _all(self) -> tuple[Asking | JobPart, ...]:
@@ -104,7 +104,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     check_calibration(settings)
     probabilities = Calibrating(settings.probabilities) if settings.probabilities.calibrates else None
     shares = Estimating(settings.estimate) if _estimates(settings) else None
-    judged = Evaluating(settings) if settings.truth.truth is not None else None
+    judged = Evaluating(settings) if settings.truth.columns else None
     rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
     floors = settings.review.review_below
     reviewing = None if floors is None else Reviewing(settings.review, floors)

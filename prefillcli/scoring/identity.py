@@ -16,6 +16,7 @@ from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened, dtype_name
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.engines import ENGINES
+from prefillcli.options.judging import truth_text
 from prefillcli.options.option import changed
 from prefillcli.options.settings import JobSettings
 from prefillcli.rows.output.destination import MEASURE, Job
@@ -170,6 +171,7 @@ def _values(settings: JobSettings, opened: Opened) -> dict[str, Any]:
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
     return {name: settings.value(name) for name in names} | {
         "dtype": str(opened.files.dtype),
+        "truth": truth_text(settings.truth.truth),
         "trust_remote_code": settings.lm.trust_remote_code and _replaces_code(opened),
     }
 

@@ -169,7 +169,7 @@ def _checked(
     if parts.review is not None:
         schema = rows.schema(labels, opened, calibrated, parts.review.floors(schema))
     if checks_outputs(rows.settings):
-        schema.require_distinct(rows.settings.truth_columns.values())
+        schema.require_distinct(rows.settings.truth.columns.values())
     return schema
 
 

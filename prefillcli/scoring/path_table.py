@@ -430,6 +430,7 @@ def refuse_unlike_partitions(settings: JobSettings, keys: Sequence[str]) -> None
     output = output_of(settings)
     if not Destination.parse(output).directory:
         raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
-    for option, column in (("--id-column", settings.ids.id_column), ("--truth", settings.truth.truth)):
+    truths = [("--truth", column) for column in settings.truth.columns.values()]
+    for option, column in [("--id-column", settings.ids.id_column), *truths]:
         if column in keys:
             raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, without_secrets
+from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
@@ -21,209 +16,56 @@ from prefillcli.judging.calibration import (
     fit_scaling,
     methods_for,
 )
-from prefillcli.judging.truth import AnswerNumbers, Mistakes, RightAnswers, find_truth, tell_blank
+from prefillcli.judging.truth import JudgedAnswers, LabelledOutput
 from prefillcli.options.commands import CalibrateSettings
-from prefillcli.prompts.questions import Label
+from prefillcli.options.judging import LabelledOptions
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output import ANSWER
-from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
-from prefillcli.rows.output.destination import Destination, Job, Manifest
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import Ended, shell
-from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.labels import label_probabilities, log_shares_of
 
-# An output of `prefill score` is read with right answers beside it.
-
-
-_VALUE = "value_"
 _EXIT = "exit_layer"
 _BOTH_ORDERS = "order_decided"
-_SAME = 1e-6
-_MORE_THAN_ALL = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledScores:
-    """Rows with a score and a right answer."""
-
-    labels: tuple[str, ...]  # the positive one first
-    question: str  # of several; empty for a job of labels
-    scores: Float64Array  # as the output has them [rows]
-    logprobs: Float64Array  # over the whole vocabulary [rows, labels]
-    truth: Int64Array  # number of the right label [rows]
-    truth_column: str  # that has the right answers
-    left_out: dict[str, int]  # other rows, by reason
-    job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where it is unknown
-    mistakes: Mistakes | None  # right answers that are no label
-    unknown_ids: Mistakes | None = None  # of --truth-from
-
-    @property
-    def before(self) -> Float64Array:
-        """Uncalibrated probabilities [rows, labels]: with two labels those of the scores, any `--temperature`
-        included; with more labels without it."""
-        if len(self.labels) == 2:
-            return np.stack([self.scores, 1 - self.scores], axis=1)
-        return label_probabilities(self.logprobs)
-
-
-def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
-    """Read the rows of `settings.scores` with the right answers.
-
-    Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
-    is damaged.
-    """
-    path = settings.labelled.scores
-    source = Source.open([path])
-    job = job_of(path)
-    if job is None and settings.labelled.question:
+def _read(given: LabelledOptions) -> tuple[LabelledOutput, JudgedAnswers]:
+    # The answers to the only question with right answers. Raises UsageError for one that cannot be calibrated.
+    found, path = LabelledOutput.open(given), given.scores
+    name, *others = found.truth.answers
+    if others:
+        raise UsageError(
+            f"{path}: there are right answers to {name}, {', '.join(others)}, and a calibration is of one question\n"
+            f"name its column, like --truth {name}={found.truth.answers[name].truth}"
+        )
+    own, available = found.asked[name], found.source.available
+    if own.name and found.job is None:
         raise UsageError(
             f"{path}: a copy of an output does not say what its questions are\n"
             "give the output itself, and the right answers with --truth-from"
         )
-    own = None if job is None else _asked(job, settings, source)
-    labels = tuple(name.removeprefix(LOGPROB) for name in source.available if name.startswith(LOGPROB))
-    if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
+    if own.column(_BOTH_ORDERS) in available:
         raise UsageError(
-            f"{path}: its scores are a head's values, which are not probabilities\nscore with --head probability"
+            f"{path}: the question {name} was asked in both orders, and a mean of two answers is not "
+            "calibrated\nscore without swap"
         )
-    if own is not None:
-        labels = own.labels
-    elif "score" not in source.available or len(labels) < 2:
-        raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {LOGPROB}<label>")
-    if job is not None and "label_norm" in job.fingerprint:
+    if found.divided:
         raise UsageError(
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
             "score without --label-norm, or calibrate without right answers: --calibrate-with"
         )
-    asked = own or AnswerColumns(labels=labels)
-    truth = find_truth(settings.labelled, {asked.name or ANSWER: asked}, source.available, job)
-    right = truth.answers[asked.name or ANSWER]
-    exits = [_EXIT] if _EXIT in source.available else []
-    wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else own.told
-    source.select(columns=[*wanted, right.key, *exits], carried=())
-    found = _collect(source, asked, wanted, right, {} if job is None else job.fingerprint)
-    _require_order(path, labels, found.logprobs, found.scores)
-    if len(found.truth) == 0:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
-        seen = "" if found.mistakes is None else f"; the right answers: {found.mistakes.text}"
+    if _EXIT in available and any(
+        layer not in (None, "")
+        for batch in Source.open([path], columns=[_EXIT]).batches()
+        for layer in batch.columns[_EXIT]
+    ):
         raise UsageError(
-            f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}{seen}"
+            "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
+            "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
         )
-    tell_blank(settings.labelled, right, len(found.truth), int((found.before.argmax(axis=1) == found.truth).sum()))
-    return replace(found, unknown_ids=truth.unknown_ids)
-
-
-def _asked(job: Job, settings: CalibrateSettings, source: Source) -> AnswerColumns | None:
-    # The columns of the question that the settings name, or of the only one; None for a job of labels.
-    path, names = settings.labelled.scores, [each.name for each in job.answers]
-    first, equals, _ = (settings.labelled.truth or "").partition("=")  # --truth tone=right_tone
-    asked = settings.labelled.question or (names[0] if len(names) == 1 else first.strip() if equals else "")
-    if names and asked not in names:
-        raise UsageError(
-            f"{path}: it has the answers to {', '.join(names)}\nname one of these questions with --question"
-        )
-    if not names and settings.labelled.question:
-        raise UsageError(f"{path}: it has the answers to one question\nleave --question out")
-    if f"{asked}.{_BOTH_ORDERS}" in source.available:
-        raise UsageError(
-            f"{path}: the question {asked} was asked in both orders, and a mean of two answers is not "
-            "calibrated\nscore without swap"
-        )
-    return next((each for each in job.answers if each.name == asked), None)
-
-
-def _collect(
-    source: Source, own: AnswerColumns, wanted: Sequence[str], truth: RightAnswers, job: dict[str, str]
-) -> LabelledScores:
-    # `wanted` are the columns with the score and the log-probability of each label, or what tells those of a question.
-    known = AnswerNumbers([Label(label) for label in own.labels], own.values)
-    left_out: Counter[str] = Counter()
-    kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
-    for batch in source.batches():
-        if source.kind in ("csv", "tsv"):  # whose values are texts
-            for name in (*wanted, _EXIT):
-                batch.columns[name] = list(map(_of_text, batch.columns.get(name, ())))
-        if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
-            raise UsageError(
-                "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
-                "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
-            )
-        columns = [batch.columns[name] for name in (*wanted, truth.key)]
-        if own.name:
-            shares = own.shares(columns[0])
-            scores = [None if math.isnan(each) else each for each in shares[:, 0].tolist()]
-            columns = [scores, *own.log_shares(shares).T.tolist(), columns[1]]
-        for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
-            numbers = [number_of(each) for each in logprobs]
-            answer = truth.of_row(value)
-            if row in batch.errors:
-                left_out["that cannot be read"] += 1
-            elif score is None:
-                left_out["without a score"] += 1
-            elif not 0 <= number_of(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
-                left_out["whose score is no probability"] += 1
-            elif answer is None:
-                left_out["without a right answer"] += 1
-            elif (right := known.of(answer)) is None:
-                left_out["whose right answer is no label"] += 1
-            else:
-                kept.append((number_of(score), numbers, right))
-    return LabelledScores(
-        labels=own.labels,
-        question=own.name,
-        scores=np.array([score for score, _, _ in kept], np.float64),
-        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(own.labels)),
-        truth=np.array([right for _, _, right in kept], np.int64),
-        truth_column=truth.truth,
-        mistakes=known.mistakes(f"--truth {truth.truth}"),
-        left_out=dict(left_out),
-        job=job,
-    )
-
-
-def _of_text(text: str) -> float | str | None:
-    with suppress(ValueError):
-        return float(text)
-    return text or None
-
-
-def number_of(value: Any) -> float:
-    """Return a number of a column; NaN for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def job_of(path: str) -> Job | None:
-    """Return the job that wrote an output; None where that is not known."""
-    with suppress(PrefillError, OSError, ValueError):
-        destination = Destination.parse(path)
-        if (published := destination.published()) is not None:
-            return published.job
-        if (manifest := Manifest.load(destination.work)) is not None:
-            return manifest.job
-    return None
-
-
-def _require_order(path: str, labels: Sequence[str], logprobs: Float64Array, scores: Float64Array) -> None:
-    # Raise UsageError unless the first label is that of the score: in a copy the columns may have another order.
-    if np.any(np.exp(logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
-        raise UsageError(
-            f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
-            f"score one of them, with --labels {labels[0]}"
-        )
-    likeliest = logprobs.argmax(axis=1) == 0 if len(scores) else np.zeros(0, np.bool_)
-    clear = np.diff(np.sort(logprobs, axis=1)[:, -2:], axis=1)[:, 0] > _SAME
-    wrong = clear & (scores > 0.5 + _SAME) & ~likeliest
-    if len(labels) == 2:
-        wrong |= clear & (scores < 0.5 - _SAME) & likeliest
-    if wrong.any():
-        raise UsageError(
-            f"{path}: score is not the probability of {labels[0]}, the first of the columns {LOGPROB}<label>\n"
-            "give an output as prefill score wrote it, or put its columns back in their order"
-        )
+    return found, found.read(name, exact=False)
 
 
 # The results of cross-validation for each method, as a table in the terminal.
@@ -267,7 +109,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
     with shell(ending, debug=settings.run.debug) as stop, stop.at_once():
         require_json(settings.fit.output)
         require_apart(settings)
-        calibration = _fitted(settings, read_labelled_scores(settings))
+        calibration = _fitted(settings, *_read(settings.labelled))
         try:
             write_sealed(settings.fit.output, calibration.model_dump_json())
         except OSError as error:
@@ -278,9 +120,9 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
     return _summary(ending, calibration, settings)
 
 
-def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
+def _fitted(settings: CalibrateSettings, output: LabelledOutput, rows: JudgedAnswers) -> Calibration:
     # The calibration of these rows. Raises UsageError if there are too few of them, or the method does not suit them.
-    labels, truth = rows.labels, rows.truth
+    labels, truth = rows.plan.own.labels, rows.truth
     able = methods_for(len(labels))
     if settings.fit.method not in ("auto", *able):
         raise UsageError(
@@ -297,22 +139,24 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
                 f"{settings.labelled.scores}: {label} is the right answer of {count} rows{left_out}; at least "
                 f"{least} rows of each label are needed\ngive more rows with right answers"
             )
-    log_shares = log_shares_of(rows.logprobs)
-    held_out = cross_validate(log_shares, truth, rows.before, labels, folds=settings.fit.folds, seed=settings.fit.seed)
+    log_shares = log_shares_of(rows.logs)
+    # With two labels those of the scores, any --temperature included; with more labels without it.
+    before = rows.probabilities if len(labels) == 2 else label_probabilities(rows.logs)
+    held_out = cross_validate(log_shares, truth, before, labels, folds=settings.fit.folds, seed=settings.fit.seed)
     method = best_method(held_out) if settings.fit.method == "auto" else settings.fit.method
     calibration = Calibration(
         labels=labels,
-        question=rows.question,
+        question=rows.plan.own.name,
         scaling=fit_scaling(method, log_shares, truth),
         fitted_on=FittedOn(
             scores=without_secrets(settings.labelled.scores),
-            truth=rows.truth_column,
+            truth=rows.plan.truth,
             rows=len(truth),
             rows_by_label=dict(zip(labels, counts.tolist(), strict=True)),
-            left_out=rows.left_out,
+            left_out=dict(rows.left_out),
             mistakes=rows.mistakes,
-            unknown_ids=rows.unknown_ids,
-            job=rows.job,
+            unknown_ids=output.truth.unknown_ids,
+            job={} if output.job is None else output.job.fingerprint,
         ),
         held_out=held_out,
         folds=settings.fit.folds,

@@ -431,13 +431,23 @@ def test_the_flips_of_all_rows_are_bounded_together(
     assert read_report("again.run.json")["exits"]["status"] == "reused"
 
 
-def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path) -> None:
-    compressed = {"draft": draft, "keep": 0.5, "keep_last": 16, "keep_first": 1, "select_chunk": 4}
-    compressed["compress_above"] = 0
-    kept = {"labels": LABELS, "dtype": "float32", **compressed}
+COMPRESSED: dict[str, Any] = {"keep": 0.5, "keep_last": 16, "keep_first": 1, "select_chunk": 4, "compress_above": 0}
+
+
+@pytest.fixture(scope="module")
+def compressed(data: Path, deep_model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job with exits, an audit and compressed prompts."""
+    folder, flags = tmp_path_factory.mktemp("compressed"), EXITS | COMPRESSED | {"draft": draft, "audit": 50}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "granularity", Granularity(batch_rows=64, window_rows=64))
+        assert score(data, folder / "out.jsonl", model=deep_model, **flags)["status"] == "complete"
+    return folder
+
+
+def test_compressed_rows_leave_too(compressed: Path, data: Path, deep_model: Path, draft: Path) -> None:
+    kept = {"labels": LABELS, "dtype": "float32", "draft": draft, **COMPRESSED}
     assert score(data, "plain.jsonl", model=deep_model, **kept)["status"] == "complete"
-    assert score(data, "out.jsonl", model=deep_model, audit=50, **(EXITS | compressed))["status"] == "complete"
-    plain, rows = read_output("plain.jsonl"), read_output("out.jsonl")
+    plain, rows = read_output("plain.jsonl"), read_output(compressed / "out.jsonl")
     assert {row["method"] for row in rows} >= {"specprefill", "specprefill+early-exit"}
     for row, other in zip(rows, plain, strict=True):
         assert row["kept_tokens"] == other["kept_tokens"]
@@ -449,10 +459,10 @@ def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path) ->
     assert len(audited) == 50
 
 
-def test_a_profile_is_of_one_way_to_compress_and_of_any_audit(data: Path, deep_model: Path, draft: Path) -> None:
-    flags = EXITS | {"draft": draft, "keep": 0.5, "keep_last": 16, "compress_above": 0}
-    assert score(data, "first.jsonl", model=deep_model, **flags)["status"] == "complete"
-    flags |= {"exit_profile": "first.exit.json", "exit_rows": 40}
+def test_a_profile_is_of_one_way_to_compress_and_of_any_audit(
+    compressed: Path, data: Path, deep_model: Path, draft: Path
+) -> None:
+    flags = EXITS | COMPRESSED | {"draft": draft, "exit_profile": compressed / "out.exit.json", "exit_rows": 40}
     assert score(data, "out.jsonl", model=deep_model, audit=20, **flags)["status"] == "complete"
     other = score(data, "other.jsonl", model=deep_model, **(flags | {"keep": 0.4}))
     assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)

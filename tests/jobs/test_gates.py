@@ -65,7 +65,7 @@ def test_a_range_that_is_none_is_refused(wanted: object) -> None:
 def test_a_prompt_that_the_model_does_not_answer_ends_the_run_with_3(model: Path) -> None:
     assert night(model, "a", texts(ROWS), labels=" yes, no")["exit_code"] == 0
     mass = float(np.mean(pq.read_table("a.scores.parquet")["label_mass"].to_numpy()))
-    assert read_report("a.scores.run.json")["mean_label_mass"] == pytest.approx(mass)
+    assert read_report("a.scores.run.json")["answers"]["answer"]["label_mass"] == pytest.approx(mass)
     flags = {"labels": " yes, no", "overwrite": True}
     assert night(model, "a", texts(ROWS), min_label_mass=mass * 0.999, **flags)["exit_code"] == 0
     summary = night(model, "a", texts(ROWS), min_label_mass=min(mass * 1.01, 1.0), **flags)

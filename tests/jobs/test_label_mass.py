@@ -159,7 +159,7 @@ def test_the_page_shows_what_was_asked_and_one_prompt_with_its_answer(sure: Path
     page = Path("out.run.html").read_text()
     report = read_report()
     (found,) = report["first_answers"]
-    for text in (str(sure), "Text: {{ text }}", "Gray,Blue", f"{report['mean_label_mass']:.4g}"):
+    for text in (str(sure), "Text: {{ text }}", "Gray,Blue", f"{report['answers']['answer']['label_mass']:.4g}"):
         assert html.escape(text) in page
     (prompt,) = [html.escape(f"Text: {text}\nTint?") for text in prompts[:1]]
     assert prompt in page

@@ -133,9 +133,11 @@ def test_the_rows_that_are_named_have_the_text_of_their_question(model: Path) ->
 @pytest.mark.parametrize(
     ("truth", "said"),
     [
-        ("is_fox", "names the column of each question once"),
-        ("fox=is_fox,fox=right_tone", "names the column of each question once"),
-        ("fox=", "names the column of each question once"),
+        ("is_fox", "there are fox, tone, genre, rating: write it like fox=is_fox"),
+        ("fox=is_fox,fox=right_tone", "the column of each question once"),
+        ("fox=is_fox,right_tone", "the column of each question once"),
+        ("fox=", "the column of each question once"),
+        ("", "must be a column"),
         ("fax=is_fox", "no question 'fax'; did you mean 'fox'?"),
         ("fox=nowhere", "'nowhere'"),
         ("fox=right_tone", "--truth fox=right_tone: none of its values is a label"),
@@ -190,7 +192,7 @@ def test_the_scores_of_one_question_are_calibrated(model: Path, output: str, que
     tones = Path("q.yaml").read_text().replace('"Yes= Yes|yes,No"', "[very quick, not quick at all, brown]")
     Path("q.yaml").write_text(tones)
     assert score(source, output, **flags)["exit_code"] == 0
-    assert fit(output, truth=column, question=question, method="platt")["exit_code"] == 0
+    assert fit(output, truth=f"{question}={column}", method="platt")["exit_code"] == 0
     rows = read_output(output)
     labels = ["Yes", "No"] if question == "fox" else list(TONES)
     found = json.loads(Path("calibration.json").read_text())
@@ -228,7 +230,7 @@ def test_the_temperature_of_the_scores_has_no_part_in_a_calibration(model: Path,
     scalings = []
     for at, temperature in enumerate((1.0, 3.0)):
         assert score(source, f"{at}.parquet", model=model, temperature=temperature, **flags)["exit_code"] == 0
-        assert fit(f"{at}.parquet", truth=column, question=question, method="platt")["exit_code"] == 0
+        assert fit(f"{at}.parquet", truth=f"{question}={column}", method="platt")["exit_code"] == 0
         found = json.loads(Path("calibration.json").read_text())["scaling"]
         scalings.append([found["slope"], *found["biases"]])
     assert scalings[1] == pytest.approx(scalings[0], abs=1e-3)
@@ -249,10 +251,13 @@ def test_a_calibration_is_for_its_question_and_for_these_questions(
     source = make_labelled()
     assert score(source, "s.parquet", **flags)["exit_code"] == 0
     assert fit("s.parquet", truth="is_fox")["exit_code"] == 2
-    assert "it has the answers to fox, tone, genre, rating\nname one of these" in capsys.readouterr().err
-    assert fit("s.parquet", truth="is_fox", question="fix")["exit_code"] == 2
-    assert "name one of these questions" in capsys.readouterr().err
-    assert fit("s.parquet", truth="is_fox", question="fox")["exit_code"] == 0
+    said = "--truth is_fox: it is of one of several questions\nthere are fox, tone, genre, rating: write it like fox="
+    assert said in capsys.readouterr().err
+    assert fit("s.parquet", truth="fix=is_fox")["exit_code"] == 2
+    assert "no question 'fix'; did you mean 'fox'?" in capsys.readouterr().err
+    assert fit("s.parquet", truth="fox=is_fox,genre=right_tone")["exit_code"] == 2
+    assert "a calibration is of one question\nname its column, like --truth fox=is_fox" in capsys.readouterr().err
+    assert fit("s.parquet", truth="fox=is_fox")["exit_code"] == 0
     capsys.readouterr()
     alone = {"model": model, "template": "{{ text }}", "calibration": "calibration.json"}
     assert score(source, **alone)["exit_code"] == 2
@@ -268,7 +273,7 @@ def test_a_question_in_both_orders_has_no_calibration(model: Path, capsys: pytes
     question = "{name: fox, template: '{{ text }} or {{ kind }}:', labels: [Yes, No], swap: [text, kind]}"
     Path("q.yaml").write_text(f"questions: [{question}]")
     assert score(source, "s.parquet", model=model, questions="q.yaml", truth="fox=is_fox")["exit_code"] == 0
-    assert fit("s.parquet", truth="is_fox", question="fox")["exit_code"] == 2
+    assert fit("s.parquet", truth="fox=is_fox")["exit_code"] == 2
     assert "asked in both orders" in capsys.readouterr().err
     scaling = PlattScaling(slope=0.5, biases=(0.7, 0.0))
     made = Calibration(labels=("Yes", "No"), question="fox", scaling=scaling)

@@ -260,6 +260,5 @@ def test_right_answers_are_those_that_the_job_names_and_of_a_copy_true_or_false(
         accepted = [row for row, top in zip(rows, best, strict=True) if top >= entry["floor"]]
         wrong = [row for row in accepted if words[row["animal"] < 0.5] != row["right"]]
         assert (entry["accepted"], entry["errors"]) == (len(accepted), len(wrong))
-    assert (
-        f"({ROWS} whose right answer is none of the options)\nthey are dog (30 rows)" in found["copy.parquet"]["error"]
-    )
+    said = "--truth animal=right: none of its values is a label: dog (30 rows); fox (30 rows)"
+    assert said in found["copy.parquet"]["error"]

@@ -344,7 +344,7 @@ def test_a_question_alone_needs_no_name(model: Path) -> None:
     assert done["questions"]["refund"]["floors"][0]["rows"] == ROWS - 3
 
 
-@pytest.mark.parametrize("flags", [{"question": "refund"}, {"truth": "refund=refund.right"}])
+@pytest.mark.parametrize("flags", [{"truth": "refund=refund.right"}, {"truth": {"refund": "refund.right"}}])
 def test_a_review_file_fits_the_probabilities_of_one_of_its_questions(
     model: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import pyarrow as pa
@@ -66,12 +66,16 @@ class Source:
             name, value = ("separator", rules.separator) if rules.separator != "auto" else ("quoting", rules.quoting)
             raise UsageError(f"--csv-{name} {value}: {found[0].path} is not a CSV file\nleave it out")
         self._files: ParquetFiles | LineFiles
-        if self.kind == "parquet":
-            self._files = files = ParquetFiles(found, self.partitions)
-            files.refuse_outputs(self._inputs)
-        else:
-            of_csv = self.kind != "jsonl"
-            self._files = CsvFiles(found, self.partitions, rules) if of_csv else JsonlFiles(found, self.partitions)
+        match self.kind:
+            case "parquet":
+                self._files = files = ParquetFiles(found, self.partitions)
+                files.refuse_outputs(self._inputs)
+            case "jsonl":
+                self._files = JsonlFiles(found, self.partitions)
+            case "csv" | "tsv":
+                self._files = CsvFiles(found, self.partitions, rules)
+            case unknown:  # a kind of `KINDS` without files here, which mypy refuses too
+                assert_never(unknown)
         self._rules = rules
         # Column names: of the first Parquet or CSV file, or of the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))

@@ -84,7 +84,9 @@ class AnswerColumns:
         The answers to a choice or a score are `named` by its values.
         """
         labels = tuple(name.removeprefix(LOGPROB) for name in available if name.startswith(LOGPROB))
-        found = {ANSWER: cls(labels=labels)} if len(labels) > 1 and "score" in available else {}
+        divided = len(labels) > 2 and all(f"score_{label}" in available for label in labels)
+        groups: Groups = frozenset({"label_scores"}) if divided else frozenset()
+        found = {ANSWER: cls(labels=labels, groups=groups)} if len(labels) > 1 and "score" in available else {}
         for name in (column.removesuffix(".label_mass") for column in available if column.endswith(".label_mass")):
             if f"{name}.{PROBABILITIES}" in available:
                 found[name] = cls(name=name, type="choice", labels=())
@@ -100,7 +102,8 @@ class AnswerColumns:
         if self.labels or not shares:
             return self
         scored = isinstance(value, int | float) and not isinstance(value, bool)
-        return replace(self, type="score" if scored else "choice", labels=tuple(shares))
+        values = tuple(map(float, range(len(shares)))) if scored else ()  # the levels count from 0
+        return replace(self, type="score" if scored else "choice", labels=tuple(shares), values=values)
 
     def column(self, name: str) -> str:
         """Return the column of an output that has this meaning; without one the answer itself."""

@@ -44,7 +44,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
         settings = settings.with_options({"draft": str(draft)})
     sampled = not settings.input.inputs
     if sampled and (rows := sample_rows()) is not None:
-        settings = settings.with_options({"inputs": (str(rows),), "truth": "answer"})
+        settings = settings.with_options({"inputs": (str(rows),), "truth": {"": "answer"}})
     asked, settings = settings, settings.with_defaults()
     report = BenchReport.new(settings.to_json())
 

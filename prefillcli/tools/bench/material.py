@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefillcli.core.windows import MAX_ROWS
-from prefillcli.errors import PrefillError, UsageError, counted, did_you_mean
+from prefillcli.errors import PrefillError, UsageError, counted
 from prefillcli.options.commands import QUICK_ROWS, BenchSettings
+from prefillcli.options.judging import truth_by_question
 from prefillcli.rows.filesystems import split_path
+from prefillcli.rows.output import ANSWER
 from prefillcli.rows.records import PromptKey, Window
 from prefillcli.rows.values import to_python
 
@@ -60,11 +62,9 @@ def read_rows(
             text = f"a quick look at the first {len({own.row for own in prompts}):,} rows"
             result.notes.append(f"{text}; --limit or --sample takes others, --full all")
     truths: dict[PromptKey, bool | None] = {}
-    names = {each.question.name: part for part, each in enumerate(labels.asked)}
-    for name, column in settings.truth_columns.items():
-        if name not in names:
-            raise UsageError(f"--truth {name}={column}: no question {name!r}{did_you_mean(name, names)}")
-        part, values = names[name], to_python(window.carried.column(column))
+    names = [each.question.name or ANSWER for each in labels.asked]
+    for name, column in truth_by_question(settings.truth.columns, names).items():
+        part, values = names.index(name), to_python(window.carried.column(column))
         if source.kind == "jsonl":
             values = [None if value is None else json.loads(value) for value in values]
         asked = labels.asked[part]

@@ -70,7 +70,7 @@ def score_settings(settings: BenchSettings, name: str, keep: float | None = None
     given = {each: settings.value(each) for each in settings.given if each not in _OWN}
     given |= {each: settings.value(each) for each in method.takes} | dict(method.settings)
     given |= {"quiet": True, "inputs": settings.input.inputs or ("rows",)}
-    given["keep_columns"] = tuple(settings.truth_columns.values())
+    given["keep_columns"] = tuple(settings.truth.columns.values())
     if "keep" in method.takes:
         given["keep"] = settings.compression.keep[0] if keep is None else keep
     return ScoreSettings.of({each: own for each, own in given.items() if each in ScoreSettings.options()})

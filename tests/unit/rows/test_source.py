@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.errors import ContentChangedError
+from prefillcli.rows.input.discovery import KINDS
 from prefillcli.rows.input.selection import Selection
 from prefillcli.rows.input.source import Source
 
@@ -227,3 +228,11 @@ class TestOptionalColumns:
         assert {row: error.code for row, error in batch.errors.items()} == (
             {1: "missing_column"} if kind == "jsonl" else {}
         )
+
+
+def test_a_kind_of_file_that_nothing_reads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, ".yaml", "yaml")  # as one does who adds a format
+    path = tmp_path / "in.yaml"
+    path.write_text("prompt: x")
+    with pytest.raises(AssertionError, match="yaml"):
+        Source.open([str(path)])
