@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from prefillcli.options.commands import InspectSettings
+from prefillcli.options.load import load_settings
+from prefillcli.tools.inspect import inspect_job
 from tests.gguf_files import GgufReference, write_gguf
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
 
@@ -156,6 +159,20 @@ def test_other_orders_of_the_options_have_the_codes_in_theirs(made: Callable[...
 ORDERS = ({"one": None, "two": None}, {"two": None, "one": None})
 
 
+def test_inspect_names_the_layout_and_shows_its_answer(
+    made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = made("openjev")
+    write_parquet("in.parquet", text=["one text"])
+    given = {"inputs": ["in.parquet"], "ask": "Is it late?", "model": str(file), "row": "0", "html": "row.html"}
+    done = inspect_job(load_settings(InspectSettings, given, environment={}))
+    assert done["exit_code"] == 0
+    listed = options(true=None, false=None)
+    own = Asked(file).answer(1.5, state="one text", type="noul", instructions="Is it late?", options=listed)
+    assert done["score"] == own[0]
+    assert "openjev, the model" in Path("row.html").read_text()
+
+
 def test_a_layout_may_list_all_questions_of_a_row(made: Callable[..., Path]) -> None:
     file = made("nimble", LISTING)
     asked = Asked(file, LISTING)
@@ -167,7 +184,10 @@ def test_a_layout_may_list_all_questions_of_a_row(made: Callable[..., Path]) -> 
         for name, own, each in zip("xy", ("pair", "angry"), coded, strict=True)
     ]
     (row,) = read_output("out.jsonl")
-    assert row["response"]["body"]["answers"]["y"]["noul"] == asked.answer(1.5, state="a text", id="y", questions=listed)[1]
+    assert (
+        row["response"]["body"]["answers"]["y"]["noul"]
+        == asked.answer(1.5, state="a text", id="y", questions=listed)[1]
+    )
     found = row["response"]["body"]["answers"]["x"]["probabilities"]["one"]
     assert found == asked.answer(0.5, state="a text", id="x", questions=listed)[0]
 
