@@ -23,7 +23,7 @@ from prefillcli.judging.truth import (
     is_blank,
     judged_answers,
 )
-from prefillcli.options.settings import JobSettings
+from prefillcli.options.judging import EvaluationOptions
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels
@@ -158,7 +158,7 @@ class EvaluationPlan(TruthPlan):
     def of_json(cls, content: Any) -> EvaluationPlan | None:
         """Return the plan that `to_json` gave; None for anything else."""
         try:
-            labels = tuple(Label(own, spelt and tuple(spelt), said) for own, spelt, said in content["labels"])
+            labels = tuple(Label(own, spelt and tuple(spelt), *rest) for own, spelt, *rest in content["labels"])
             return cls(**content | {"labels": labels, "own": AnswerColumns.of_json(content["own"])})
         except (KeyError, TypeError, ValueError):
             return None
@@ -167,11 +167,11 @@ class EvaluationPlan(TruthPlan):
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"own": self.own.to_json()}
 
     @classmethod
-    def of(cls, settings: JobSettings, labels: Labels, own: AnswerColumns, truth: str) -> EvaluationPlan:
+    def of(cls, options: EvaluationOptions, labels: Labels, own: AnswerColumns, truth: str) -> EvaluationPlan:
         """Return the plan for the answers in these columns. Raises UsageError for options that the labels do not
         allow."""
         values, chosen = own.measure is Measure.VALUES, own.measure is Measure.CHOICES
-        if settings.evaluation.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
+        if options.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
             what = "each row has its own choices" if chosen else f"there are {len(labels.labels)}"
             what += f" for question {own.name}" if own.name else ""
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
@@ -180,7 +180,7 @@ class EvaluationPlan(TruthPlan):
             truth,
             () if chosen else labels.with_absence,
             labels.columns[0] if chosen else None,
-            settings.evaluation.wanted_precision,
+            options.wanted_precision,
         )
 
 
@@ -608,16 +608,15 @@ PLAN = "evaluation"  # the key in a shard's ledger of the plan of its evaluation
 class Evaluating(Judge):
     """The evaluation of a job against right answers in columns of the input."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.settings = settings
-        choices = settings.choices.choices_column
-        self.carried = [*settings.truth.columns.values(), *([] if choices is None else [choices])]
+    def __init__(self, options: EvaluationOptions, truths: Mapping[str, str], choices: str | None) -> None:
+        self._options = options
+        self.carried = [*truths.values(), *([] if choices is None else [choices])]
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
     def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
         for number, own in enumerate(schema.questions):
             if own.truth is not None:
-                self._plans[number] = EvaluationPlan.of(self.settings, labels.asked[number], own, own.truth)
+                self._plans[number] = EvaluationPlan.of(self._options, labels.asked[number], own, own.truth)
         for plan in self._plans.values():
             require_labels(rows.source, plan)
 
@@ -629,8 +628,8 @@ class Evaluating(Judge):
         with run.clock.phase("evaluate"), run.stop.at_once():
             evaluations = {}
             for number, plan in self._plans.items():
-                found = evaluate_output(run.sink.location, plan, self.settings.ids.id_column)
-                found = with_texts(found, run.inputs, number) if self.settings.evaluation.show_text else found
+                found = evaluate_output(run.sink.location, plan, run.settings.ids.id_column)
+                found = with_texts(found, run.inputs, number) if self._options.show_text else found
                 evaluations[plan.own.key] = found
             run.report.add(Evaluations(evaluations))
 

@@ -104,7 +104,9 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     check_calibration(settings)
     probabilities = Calibrating(settings.probabilities) if settings.probabilities.calibrates else None
     shares = Estimating(settings.estimate) if _estimates(settings) else None
-    judged = Evaluating(settings) if settings.truth.columns else None
+    judged = None
+    if truths := settings.truth.columns:
+        judged = Evaluating(settings.evaluation, truths, settings.choices.choices_column)
     rejects = Rejects(settings.files.rejects) if settings.files.rejects is not None else None
     floors = settings.review.review_below
     reviewing = None if floors is None else Reviewing(settings.review, floors)
