@@ -108,8 +108,8 @@ class DecisionAsking(Asking):
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
 
-    def require_layout(self, layout: Layout) -> None:
-        require_own_layout(self.settings, layout)
+    def require_layout(self, type_: str) -> None:
+        require_own_layout(self.settings, type_)
 
     def labels(self, opened: Opened) -> Labels:
         self._layout = opened.layout

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _OF_PROMPTS = ("chat", "system", "thinking", "chat_option", "answer_prefix", "labels", "label_norm", "label_end")
 
 
-def require_own_layout(settings: JobSettings, layout: Layout) -> None:
-    """Raise UsageError for an option that would change the layout of a model."""
+def require_own_layout(settings: JobSettings, type_: str) -> None:
+    """Raise UsageError for an option that would change the layout of a model of this type."""
     for name in _OF_PROMPTS:
         if name in settings.given:
             raise UsageError(
-                f"--{name.replace('_', '-')}: the model answers in a layout of its own ({layout.type})\n"
+                f"--{name.replace('_', '-')}: the model answers in a layout of its own ({type_})\n"
                 "leave it out, or ask it like any other model with --layout generic"
             )
 

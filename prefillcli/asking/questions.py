@@ -102,17 +102,16 @@ class QuestionAsking(Asking):
         each[0].each = each
         return each[0]
 
-    def require_layout(self, layout: Layout) -> None:
-        require_own_layout(self.settings, layout)
+    def require_layout(self, type_: str) -> None:
+        require_own_layout(self.settings, type_)
         for each in self.file.questions:
             what = "has a template of its own" if not each.put else "differs from row to row" * each.rendered
             if what or each.swap:
                 raise UsageError(
                     f"{self._option}: question {each.name!r} {what or 'exchanges two columns'}, and the model asks in "
-                    f"a layout of its own ({layout.type})\n"
+                    f"a layout of its own ({type_})\n"
                     "ask it about a document, or ask the model like any other with --layout generic"
                 )
-            layout.answered(each.question)  # raises UsageError
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:

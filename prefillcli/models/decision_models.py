@@ -61,15 +61,22 @@ def require_layout(model: Path, option: str, layout: str) -> None:
     `layout` asked for is that of any model. Only `--model` is asked in layouts."""
     if layout == "generic" or (found := decision_type(model)) is None:
         return
-    kind, said_by = found
-    if option == "--model" and gguf_parts(model) and kind in _READ:
+    if option == "--model" and layout_type(model, layout) is not None:
         return
+    kind, said_by = found
     read = f"; of GGUF files {', '.join(_READ)} are read, as --model"
     raise UsageError(
         f"{option} {model}: a decision model of the type {kind} (by {said_by}), which answers only in the layout that "
         f"it was trained on, and that is not read{read}\n"
         "take another model; --layout generic asks it like any other, for answers that it was not trained to give"
     )
+
+
+def layout_type(model: Path, layout: str) -> str | None:
+    """Return the type of a decision model that is asked in its own layout, because that is read and the `layout` asked
+    for is no other; None for any other model. Raises UsageError for a damaged GGUF file."""
+    found = None if layout == "generic" or not gguf_parts(model) else decision_type(model)
+    return found[0] if found is not None and found[0] in _READ else None
 
 
 def decision_type(model: Path) -> tuple[str, str] | None:

@@ -215,9 +215,14 @@ def test_more_options_than_codes_are_an_error_of_the_request(made: Callable[...,
         ({"questions": "row.yaml"}, "question 'other' differs from row to row"),
     ],
 )
-def test_what_a_layout_does_not_allow_is_refused(
-    made: Callable[..., Path], flags: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+def test_what_a_layout_does_not_allow_is_refused_before_the_model_is_opened(
+    made: Callable[..., Path],
+    flags: dict[str, Any],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delattr("prefillcli.scoring.opening.open_models")
     Path("q.yaml").write_text("questions: [{name: late, type: predicate, instructions: 'Is it late?'}]")
     Path("own.yaml").write_text("questions: [{name: own, template: '{{ text }} Late?', labels: [Yes, No]}]")
     Path("row.yaml").write_text("questions: [{name: other, type: predicate, instructions: 'Is it {{ text }}?'}]")
