@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,12 +108,13 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
     if not isinstance(template, str):
         raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
     coded = Encoder(tokenizer).encode(kind.codes, special=False)
-    codes = tuple(code for code, tokens in zip(kind.codes, coded, strict=True) if len(tokens) == 1)
+    codes = {code: int(tokens[0]) for code, tokens in zip(kind.codes, coded, strict=True) if len(tokens) == 1}
     if kind.all_codes and len(codes) < len(kind.codes):
         lost = next(code for code in kind.codes if code not in codes)
         raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
     temperatures = _temperatures(model, header)
-    return Layout(type_, template, codes[:_MOST_CODES], temperatures, kind.true_first, kind.lists_all)
+    codes = dict(islice(codes.items(), _MOST_CODES))
+    return Layout(type_, template, codes, temperatures, kind.true_first, kind.lists_all)
 
 
 def _temperatures(model: Path, header: GgufHeader) -> dict[str, float]:

@@ -21,22 +21,23 @@ _MOST = "11"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a model of this `type`. The `codes` stand for the options in the order in which a prompt has them.
-    A predicate lists `true` first or last. With `lists_all` a prompt has all questions of its row.
+    """The layout of a model of this `type`.
 
-    `temperatures` are by the type of a question, or by that and the number of its options (`choice.3_5`).
+    The `codes`, with their tokens, stand for the options in the order in which a prompt has them. A predicate lists
+    `true` first or last. With `lists_all` a prompt has all questions of its row. `temperatures` are by the type of a
+    question, or by that and the number of its options (`choice.3_5`).
     """
 
     type: str
     template: str
-    codes: tuple[str, ...]
+    codes: Mapping[str, int]
     temperatures: Mapping[str, float]
     true_first: bool = False
     lists_all: bool = False
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
-        return [self.type, self.template, self.codes, sorted(self.temperatures.items())]
+        return [self.type, self.template, [*self.codes.items()], sorted(self.temperatures.items())]
 
     def values(
         self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
@@ -57,9 +58,12 @@ class Layout:
                 f"the question {question.name!r} has {len(question.options)} options, and the model's layout "
                 f"{len(self.codes)} codes"
             )
-        codes = dict(zip(self._order(question, order), self.codes))  # noqa: B905 - there may be more codes
+        codes = dict(zip(self._order(question, order), self.codes.items()))  # noqa: B905 - there may be more codes
         heat = self._temperature(question)
-        answers = (Label(each.name, (codes[number],), heat=heat) for number, each in enumerate(question.answers))
+        answers = []
+        for number, each in enumerate(question.answers):
+            code, token = codes[number]
+            answers.append(Label(each.name, (code,), heat=heat, token=token))
         return replace(question, answers=tuple(answers))
 
     def _order(self, question: Question, order: Sequence[int] | None) -> Sequence[int]:

@@ -18,12 +18,14 @@ MOST_OPTIONS = 255  # of a choice, as in the APIs that ask these questions
 
 class Label(NamedTuple):
     """An answer. `variants` are its literal spellings; None: what is `said`, or else its name, after a space where one
-    fits. Its log-probability is divided by `heat`."""
+    fits. In a model's own layout it is a `token`, whatever the prompt ends in, and its log-probability is divided by
+    `heat`."""
 
     name: str
     variants: tuple[str, ...] | None = None
     said: str | None = None
     heat: float = 1.0
+    token: int | None = None
 
 
 class Option(NamedTuple):

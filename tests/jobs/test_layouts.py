@@ -114,6 +114,19 @@ def test_requests_are_asked_in_the_layout_of_the_model(made: Callable[..., Path]
     assert (use["type"], use["temperatures"]) == ("openjev", HEAT)
 
 
+def test_codes_are_tokens_whatever_the_prompt_ends_in(made: Callable[..., Path]) -> None:
+    """White space at its end stays with the prompt, and no code is joined with what is before it."""
+    for end in ("Answer: (", "Answer: ", "Answer:\n"):
+        template = TEMPLATE.replace("\\nAnswer:\\n", end.replace("\n", "\\n"))
+        file = made("openjev", template)
+        write_parquet("in.parquet", text=["one text"])
+        assert score("in.parquet", model=file, ask="Is it late?", overwrite=True)["exit_code"] == 0
+        listed = options(true=None, false=None)
+        given = {"state": "one text", "type": "noul", "instructions": "Is it late?", "options": listed}
+        (row,) = read_output("out.parquet")
+        assert row["answer"] == Asked(file, template).answer(1.5, **given)[0]
+
+
 def test_questions_of_a_file_are_asked_in_it_too(made: Callable[..., Path]) -> None:
     file = made("openjev")
     asked = Asked(file)
