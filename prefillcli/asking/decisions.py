@@ -20,7 +20,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, RawPrompt
-from prefillcli.prompts.encoding import Marks
+from prefillcli.prompts.encoding import Marks, NotLiteral, not_literal
 from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.layouts import LaidOut, Layout
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
@@ -273,7 +273,7 @@ class DecisionBuilder(PromptBuilder):
             values["questions"] = list(others)
         labels = self._layout.answered(question, order).answers
         own = tuple(each._replace(name="".join(each.variants or ())) for each in labels)
-        return question, request.state, values, own
+        return question, self._layout.state(request.state), values, own
 
     def _requests(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, int, DecisionRequest]]:
         # The place, the number and the request of each row that is not in `errors`; rows without one are added there.
@@ -326,6 +326,11 @@ class DecisionBuilder(PromptBuilder):
             batch.rows.tolist(), batch.columns[DOCUMENT], batch.columns[QUESTION], strict=True
         ):
             given, marks = self._literal({**asked, "state": state}, joined=True)
+            try:
+                if self._layout is not None:
+                    self._layout.require_uncut(given)
+            except NotLiteral as error:
+                given = not_literal(error)
             if isinstance(given, RowError):
                 yield row, given, None
             else:

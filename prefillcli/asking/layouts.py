@@ -35,16 +35,23 @@ class LayoutUse(Finding):
 
     type: str
     temperatures: Mapping[str, float]  # by type of question, or by that and the number of options
+    curve: tuple[float, float, float] | None = None  # instead a + b log n at n options, at least the third number
 
     @classmethod
     def of(cls, layout: Layout | None) -> Self | None:
         """Return that of a job with this layout; None without one."""
-        return None if layout is None else cls(type=layout.type, temperatures=dict(layout.temperatures))
+        return (
+            None
+            if layout is None
+            else cls(type=layout.type, temperatures=dict(layout.temperatures), curve=layout.curve)
+        )
 
     @property
     def text(self) -> str:
         """It in words."""
         heats = ", ".join(f"{name} {each:g}" for name, each in self.temperatures.items())
+        if self.curve is not None:
+            heats = "{:g} + {:g} ln n at n options, at least {:g}".format(*self.curve)
         return f"{self.type}, the model's own{f'; temperatures: {heats}' if heats else ''}"
 
     def sections(self, report: RunReport) -> Iterable[Section]:

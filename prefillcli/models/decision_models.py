@@ -7,12 +7,13 @@ file by `<family>.decision.type` (llama.cpp), a folder by a file of its own.
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
+from prefillcli.models import decider
 from prefillcli.models.files import read_json
 from prefillcli.models.gguf_header import GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
@@ -42,7 +43,7 @@ _READ: Mapping[str, _Kind] = {
 }
 # A file that only such a model's folder has, and its type.
 _FOLDERS: Mapping[str, str] = {
-    "decider_config.json": "decider",
+    decider.CONFIG: "decider",
     "decision_config.json": "pplx-decider",
 }
 # The same beside the adapter_config.json of a LoRA.
@@ -64,7 +65,7 @@ def require_layout(model: Path, option: str, layout: str) -> None:
     if option == "--model" and layout_type(model, layout) is not None:
         return
     kind, said_by = found
-    read = f"; of GGUF files {', '.join(_READ)} are read, as --model"
+    read = f"; decider's folders and, of GGUF files, {', '.join(_READ)} are read, as --model"
     raise UsageError(
         f"{option} {model}: a decision model of the type {kind} (by {said_by}), which answers only in the layout that "
         f"it was trained on, and that is not read{read}\n"
@@ -74,9 +75,15 @@ def require_layout(model: Path, option: str, layout: str) -> None:
 
 def layout_type(model: Path, layout: str) -> str | None:
     """Return the type of a decision model that is asked in its own layout, because that is read and the `layout` asked
-    for is no other; None for any other model. Raises UsageError for a damaged GGUF file."""
-    found = None if layout == "generic" or not gguf_parts(model) else decision_type(model)
-    return found[0] if found is not None and found[0] in _READ else None
+    for is no other; None for any other model. Raises UsageError for a damaged GGUF file, and for a decider model
+    whose layout is unknown."""
+    if layout == "generic" or (found := decision_type(model)) is None:
+        return None
+    kind, said_by = found
+    if said_by == decider.CONFIG:
+        decider.require_readable(model)
+        return kind
+    return kind if kind in _READ and gguf_parts(model) else None
 
 
 def decision_type(model: Path) -> tuple[str, str] | None:
@@ -84,8 +91,9 @@ def decision_type(model: Path) -> tuple[str, str] | None:
     Raises UsageError for a damaged GGUF file."""
     if parts := gguf_parts(model):
         header = read_gguf_header(parts[0])
-        kind = header.setting(f"{_PREFIX}type")
-        return None if kind is None else (str(kind)[:60], f"{header.architecture}.{_PREFIX}type")
+        if (kind := header.setting(f"{_PREFIX}type")) is not None:
+            return str(kind)[:60], f"{header.architecture}.{_PREFIX}type"
+        return ("decider", decider.CONFIG) if decider.has_config(model) else None
     adapter = (model / "adapter_config.json").is_file()
     for name, kind in {**_FOLDERS, **(_ADAPTERS if adapter else {})}.items():
         if (model / name).is_file():
@@ -96,25 +104,29 @@ def decision_type(model: Path) -> tuple[str, str] | None:
 
 
 def read_layout(model: Path, tokenizer: Any) -> Layout | None:
-    """Return the layout of the decision model in a GGUF file; None for any other model. Raises UsageError for one that
-    is incomplete, or whose codes its tokenizer does not have."""
-    if not (parts := gguf_parts(model)):
+    """Return the layout of a decision model; None for any other model. Raises UsageError for one that is incomplete,
+    or whose codes its tokenizer does not have."""
+    type_ = layout_type(model, "auto")
+    if type_ == "decider":
+        return decider.read_decider(model, tokenizer, _codes(tokenizer, _SHORT))
+    if type_ is None:
         return None
-    header = read_gguf_header(parts[0])
-    type_ = header.setting(f"{_PREFIX}type")
-    if type_ is None or (kind := _READ.get(type_)) is None:
-        return None
+    kind, header = _READ[type_], read_gguf_header(gguf_parts(model)[0])
     template = header.fields.get(_TEMPLATE)
     if not isinstance(template, str):
         raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
-    coded = Encoder(tokenizer).encode(kind.codes, special=False)
-    codes = {code: int(tokens[0]) for code, tokens in zip(kind.codes, coded, strict=True) if len(tokens) == 1}
+    codes = _codes(tokenizer, kind.codes)
     if kind.all_codes and len(codes) < len(kind.codes):
         lost = next(code for code in kind.codes if code not in codes)
         raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
     temperatures = _temperatures(model, header)
-    codes = dict(islice(codes.items(), _MOST_CODES))
     return Layout(type_, template, codes, temperatures, kind.true_first, kind.lists_all)
+
+
+def _codes(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
+    # The first codes of these that are single tokens.
+    coded = zip(texts, Encoder(tokenizer).encode(texts, special=False), strict=True)
+    return dict(islice(((code, int(tokens[0])) for code, tokens in coded if len(tokens) == 1), _MOST_CODES))
 
 
 def _temperatures(model: Path, header: GgufHeader) -> dict[str, float]:

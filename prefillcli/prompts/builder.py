@@ -418,10 +418,17 @@ class PromptBuilder:
         # The prompts of documents, in the layout of the model where it has one.
         if self._laid_out is None or self.settings.laid_out is None:
             return raw
-        texts = self._laid_out.render([{**self.settings.laid_out.values, "state": each.text} for each in raw])
-        errors.update((each.row, text) for each, text in zip(raw, texts, strict=True) if isinstance(text, RowError))
+        able = []
+        for each in raw:
+            try:
+                self.settings.laid_out.layout.require_uncut(each.text)
+                able.append(each)
+            except NotLiteral as error:
+                errors[each.row] = not_literal(error)
+        texts = self._laid_out.render([{**self.settings.laid_out.values, "state": each.text} for each in able])
+        errors.update((each.row, text) for each, text in zip(able, texts, strict=True) if isinstance(text, RowError))
         return [
-            each._replace(text=text) for each, text in zip(raw, texts, strict=True) if not isinstance(text, RowError)
+            each._replace(text=text) for each, text in zip(able, texts, strict=True) if not isinstance(text, RowError)
         ]
 
     def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
@@ -585,9 +592,19 @@ class PromptBuilder:
                     and (each.chat is None and not self._is_whole) == special
                     and (each.marks is not None) == literal
                 ]
-                ids = self._encoder.encode([each.text for each in chosen], special=special, literal=literal)
+                ids = self._cut_up([each.text for each in chosen], special=special, literal=literal)
                 found |= zip((each.row for each in chosen), ids, strict=True)
         return found
+
+    def _cut_up(self, texts: Sequence[str], *, special: bool, literal: bool) -> list[Int32Array]:
+        # The tokens of texts, of which a layout may cut some into parts.
+        cut = "" if self.settings.laid_out is None else self.settings.laid_out.layout.cut
+        if not cut:
+            return self._encoder.encode(texts, special=special, literal=literal)
+        parts = [text.split(cut) for text in texts]
+        every = [part for own in parts for part in own]
+        coded = iter(self._encoder.encode(every, special=False, literal=literal))
+        return [np.concatenate([next(coded) for _ in own]) for own in parts]
 
     def _fit(self, tokens: Int32Array, behind: int = 0, *, cut: bool = True) -> Int32Array | RowError:
         # The tokens of a prompt that has this many more `behind` it; all of them unless it may be `cut`.

@@ -6,17 +6,21 @@ its own, whose logits at the prompt's end are divided by a temperature.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
-from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question
+from prefillcli.prompts.encoding import NotLiteral
+from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
 
 _TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
 # The most options of the questions that share a temperature, and its name.
 _BUCKETS = ((2, "2"), (5, "3_5"), (10, "6_10"))
 _MOST = "11"
+_LONG_LIST = 8  # items of a list that get their places
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,9 @@ class Layout:
 
     The `codes`, with their tokens, stand for the options in the order in which a prompt has them. A predicate lists
     `true` first or last. With `lists_all` a prompt has all questions of its row. `temperatures` are by the type of a
-    question, or by that and the number of its options (`choice.3_5`).
+    question, or by that and the number of its options (`choice.3_5`); or they are a `curve` of these: a + b log n, and
+    at least the third number. Prompts are `cut` at this text, and each part is tokenised by itself. With
+    `numbers_lists` long lists in a state have the places of their items. Not all layouts have `scores`.
     """
 
     type: str
@@ -34,10 +40,15 @@ class Layout:
     temperatures: Mapping[str, float]
     true_first: bool = False
     lists_all: bool = False
+    cut: str = ""
+    numbers_lists: bool = False
+    scores: bool = True
+    curve: tuple[float, float, float] | None = None
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
-        return [self.type, self.template, [*self.codes.items()], sorted(self.temperatures.items())]
+        heats = [*sorted(self.temperatures.items()), self.curve]
+        return [self.type, self.template, [*self.codes.items()], heats]
 
     def values(
         self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
@@ -52,7 +63,12 @@ class Layout:
 
     def answered(self, question: Question, order: Sequence[int] | None = None) -> Question:
         """Return the question with the codes that answer it, its options in this order. Raises UsageError for one with
-        more options than codes."""
+        more options than codes, or of a type that the layout lacks."""
+        if not self.scores and isinstance(question, Score):
+            raise UsageError(
+                f"the question {question.name!r} asks for a level, and the model's layout asks for levels one by one, "
+                "which is not read"
+            )
         if len(question.options) > len(self.codes):
             raise UsageError(
                 f"the question {question.name!r} has {len(question.options)} options, and the model's layout "
@@ -65,6 +81,15 @@ class Layout:
             code, token = codes[number]
             answers.append(Label(each.name, (code,), heat=heat, token=token))
         return replace(question, answers=tuple(answers))
+
+    def state(self, value: Any) -> Any:
+        """Return what the template is told of a state, which may be any JSON."""
+        return _numbered(value) if self.numbers_lists else value
+
+    def require_uncut(self, values: Any) -> None:
+        """Raise NotLiteral if the values have the text at which prompts are cut."""
+        if self.cut and self.cut in json.dumps(values, ensure_ascii=False, default=str):
+            raise NotLiteral(f"the model's layout is cut at the character U+{ord(self.cut):04X}, which it has")
 
     def _order(self, question: Question, order: Sequence[int] | None) -> Sequence[int]:
         # The numbers of the options in the order in which the prompt has them. A predicate has true, and then false.
@@ -84,8 +109,21 @@ class Layout:
 
     def _temperature(self, question: Question) -> float:
         kind, count = _TYPES[question.type], len(question.options)
+        if self.curve is not None:
+            level, slope, least = self.curve
+            return max(least, level + slope * math.log(count))
         bucket = next((name for most, name in _BUCKETS if count <= most), _MOST)
         return self.temperatures.get(f"{kind}.{bucket}", self.temperatures.get(kind, 1.0))
+
+
+def _numbered(value: Any) -> Any:
+    # With the place of each item in lists that are long.
+    if isinstance(value, dict):
+        return {key: _numbered(each) for key, each in value.items()}
+    if not isinstance(value, list) or len(value) < _LONG_LIST:
+        return [_numbered(each) for each in value] if isinstance(value, list) else value
+    items = map(_numbered, value)
+    return [{"_index": at, **(each if isinstance(each, dict) else {"value": each})} for at, each in enumerate(items)]
 
 
 class LaidOut(NamedTuple):

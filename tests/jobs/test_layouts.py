@@ -4,6 +4,7 @@ template, and transformers' own eager forward at its end."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.inspect import inspect_job
 from tests.gguf_files import GgufReference, write_gguf
-from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
@@ -111,7 +112,7 @@ def test_requests_are_asked_in_the_layout_of_the_model(made: Callable[..., Path]
         own = asked.answer(0.5, state=state, type="choice", instructions="One or two?", options=listed)
         assert found["pair"]["probabilities"]["one"] == own[0]
     use = read_report("out.run.json")["layout"]
-    assert (use["type"], use["temperatures"]) == ("openjev", HEAT)
+    assert use == {"type": "openjev", "temperatures": HEAT, "curve": None}
 
 
 def test_codes_are_tokens_whatever_the_prompt_ends_in(made: Callable[..., Path]) -> None:
@@ -264,6 +265,52 @@ def test_a_model_whose_layout_cannot_be_read_is_refused(
 ) -> None:
     write_parquet("in.parquet", text=["a"])
     assert score("in.parquet", model=made(type_, template, heat), ask="Is it late?")["exit_code"] == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def decider(chat_model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder with a `decider_config.json`."""
+
+    def write(**config: Any) -> Path:
+        folder = Path(shutil.copytree(chat_model, tmp_path / "decider"))
+        (folder / "decider_config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+def test_a_decider_model_reads_context_and_question_apart(decider: Callable[..., Path]) -> None:
+    """The package itself is asked by `tests/real/test_decider.py`."""
+    folder = decider(temperature=2.0)
+    write_parquet("in.parquet", text=["one text", "and a list \ue0fe of words"])
+    done = score("in.parquet", model=folder, ask="Is it late?", max_error_rate=0.6)
+    assert done["exit_code"] == 0
+    reference = Reference(folder)
+    asked = "\n\nQuestion: Is it late?\nOptions:\n(A) no\n(B) yes\nAnswer: ("
+    ids = [*reference.ids("Context:\none text", special=False), *reference.ids(asked, special=False)]
+    first, second = read_output("out.parquet")
+    own = reference.answer(ids, [["B"], ["A"]], temperature=2.0)
+    assert first["answer"] == pytest.approx(own.score, abs=1e-5)
+    assert "U+E0FE" in second["error_detail"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"layout": "of tomorrow"}, 'layout is "of tomorrow", which is not read'),
+        ({"layout": "plain", "chat_template": True}, 'layout is "plain", which is not read'),
+        ({"temperature": 0}, "temperature is 0, and must be above 0"),
+        ({"temperature_by_type": {"bool": 1}}, "temperature_by_type is"),
+        ({"temperature_by_options": {"a": 1}}, "temperature_by_options is"),
+        ({"isolated_levels": True}, "levels one by one, which is not read"),
+    ],
+)
+def test_a_decider_model_that_cannot_be_read_is_refused(
+    decider: Callable[..., Path], config: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet("in.parquet", text=["a"])
+    assert score("in.parquet", model=decider(**config), ask="How late?", levels="little,much")["exit_code"] == 2
     assert said in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from tests.jobs.jobs import score, write_parquet
 from tests.jobs.models import save_model
 
 MARKS: dict[str, tuple[dict[str, Any], str]] = {
-    "decider": ({"decider_config.json": {"layout": "chat"}}, "decider (by decider_config.json)"),
+    "decider": ({"decider_config.json": {}}, "decider (by decider_config.json)"),
     "pplx-decider": ({"decision_config.json": {"format_version": 1}}, "pplx-decider (by decision_config.json)"),
     "temperatures": ({"temperatures.json": {"noul": 1.4, "choice": 0.9}}, "temperatures.json"),
     "kev": ({"adapter_config.json": {}, "training_config.json": {}}, "kev (by training_config.json)"),
@@ -69,11 +69,11 @@ def test_a_job_refuses_such_a_model_but_as_a_draft(
     model: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "decider"))
-    marked(folder, {"decider_config.json": {}})
+    marked(folder, {"decision_config.json": {}})
     write_parquet("in.parquet", prompt=["a prompt of some words " * 20] * 2)
     flags: dict[str, Any] = {"model": model, option: folder}
     if option == "draft":
         assert score("in.parquet", keep=0.5, **flags)["exit_code"] == 0
         return
     assert score("in.parquet", **flags)["exit_code"] == 2
-    assert f"--{option} {folder}: a decision model of the type decider" in capsys.readouterr().err
+    assert f"--{option} {folder}: a decision model of the type pplx-decider" in capsys.readouterr().err
