@@ -33,7 +33,7 @@ EXAMPLES ?= 0.3
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-changed test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
-	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
+	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms bench-decisions distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -301,6 +301,10 @@ bench-reviews: setup-real
 # Forms of typed questions, on three real models and two labelled texts. Takes two hours on two cores
 bench-forms: setup-real
 	$(BIN)/python -m benchmarks.forms
+
+# Typed questions with right answers, asked of that model: minutes
+bench-decisions: setup-real
+	$(BIN)/python -m benchmarks.decisions
 
 # A small draft for that model, in out/real/draft: minutes on one core
 distill-draft: setup-real
