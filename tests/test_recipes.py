@@ -77,7 +77,7 @@ def test_a_cascade_goes_from_night_to_night_by_the_dags_command(home: Path) -> N
             check=True,
         )
         exits = json.loads(done.stdout.splitlines()[-1])["exits"]
-        assert exits["status"] == ("reused" if given else "calibrated")
+        assert exits["status"] == ("reused" if given else "learnt")
         rows = pq.read_table(home / "out" / f"{night}.parquet").to_pylist()
         assert exits["left"] == sum(row["method"] == "first" for row in rows) > len(rows) / 4
 
