@@ -88,7 +88,7 @@ def ask(cases: Sequence[Case], model: Path, flags: Sequence[str]) -> tuple[list[
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         source.write_text("".join(json.dumps({"state": c.state, "questions": c.questions}) + "\n" for c in cases))
         command = [sys.executable, "-m", "prefillcli", "score", str(source), "-m", str(model), "-o", str(output)]
-        subprocess.run([*command, "--quiet", *flags], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+        subprocess.run([*command, "--quiet", *flags], check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - ours
         report = json.loads(Path(folder, "out.run.json").read_text())
         rows = [json.loads(line)["response"]["body"]["answers"] for line in output.read_text().splitlines()]
     judged = [

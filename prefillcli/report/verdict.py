@@ -25,6 +25,7 @@ _TRY = (
     "try a larger model that follows instructions, or an instruction that asks for exactly these answers; "
     "a text or template of the question's own may end where the model would say one of them"
 )
+CHECK_LAYOUT = "check that the model's files have the type and the template that it was trained with"
 _TRY_LABELS = "check the model, that the template asks for the labels, and how --labels spells them"
 
 
@@ -123,7 +124,8 @@ def _unanswered(report: RunReport) -> _Finding | None:
         reasons.append(text)
     asked = report.asks_questions
     head = f"the model does not answer {_named(low, report) if asked else 'with the labels'}"
-    return _Finding(head, [*reasons, _TRY if asked else _TRY_LABELS], told)
+    laid_out = "layout" in report.findings
+    return _Finding(head, [*reasons, CHECK_LAYOUT if laid_out else _TRY if asked else _TRY_LABELS], told)
 
 
 def _is_unanswered(own: QuestionAnswers, evaluation: Evaluation | None) -> bool:

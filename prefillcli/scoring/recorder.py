@@ -20,7 +20,7 @@ from prefillcli.plan.plan import Plan
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import ClassLabels, Labels
 from prefillcli.report.run import FirstAnswers, LikelyToken
-from prefillcli.report.verdict import ABOUT_ANSWERS
+from prefillcli.report.verdict import ABOUT_ANSWERS, CHECK_LAYOUT
 from prefillcli.rows.records import NextTokens, Prompt, ScoredRow, Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
@@ -243,7 +243,8 @@ class FirstWindow:
         advice, where = _ADVICE[self._labels.measure]
         asked = {own.question.name: own.question for own in self._labels.each}
         if said.question is not None and asked[said.question].instructions:
-            return f"{text}\n{_ASKED}"
+            laid_out = any(answer.token is not None for answer in asked[said.question].answers)
+            return f"{text}\n{CHECK_LAYOUT if laid_out else _ASKED}"
         where = where if said.question is None else "the file of --questions"
         return f"{text}\n{advice.format(what=what, where=where, it='them')}"
 

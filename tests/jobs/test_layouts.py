@@ -79,10 +79,10 @@ class Asked:
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         self._template, self._model = environment.from_string(template), GgufReference(file)
 
-    def answer(self, heat: float, count: int = 2, **values: Any) -> list[Any]:
-        """The probabilities of the first `count` codes, which are close to these."""
+    def answer(self, heat: float, count: int = 2, *, split: bool = False, **values: Any) -> list[Any]:
+        """The probabilities of the first `count` codes, close to these. Control tokens may be `split` as text."""
         text = self._template.render(images=[], **values)
-        ids = self._model.ids(text, special=False)
+        ids = self._model.tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids
         logprobs = np.array(self._model.answer(ids, [[code] for code in LETTERS[:count]]).logprobs) / heat
         shares = np.exp(logprobs - logprobs.max())
         return [pytest.approx(float(each), abs=1e-5) for each in shares / shares.sum()]
@@ -128,7 +128,9 @@ def test_codes_are_tokens_whatever_the_prompt_ends_in(made: Callable[..., Path])
         assert row["answer"] == Asked(file, template).answer(1.5, **given)[0]
 
 
-def test_questions_of_a_file_are_asked_in_it_too(made: Callable[..., Path]) -> None:
+def test_questions_of_a_file_are_asked_in_it_too(
+    made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     file = made("openjev")
     asked = Asked(file)
     Path("q.yaml").write_text(
@@ -143,7 +145,12 @@ def test_questions_of_a_file_are_asked_in_it_too(made: Callable[..., Path]) -> N
         )
     )
     write_parquet("in.parquet", text=["one text", "another text"])
-    assert score("in.parquet", model=file, questions="q.yaml")["exit_code"] == 0
+    done = score("in.parquet", model=file, questions="q.yaml")
+    assert done["exit_code"] == 0
+    # This model has not learnt the layout, and what people are told to do about that is of use.
+    check = "check that the model's files have the type and the template that it was trained with"
+    assert f"\n{check}\n" in capsys.readouterr().err
+    assert check in done["verdict"]["reasons"]
     for text, row in zip(["one text", "another text"], read_output("out.parquet"), strict=True):
         listed = options(true=None, false=None)
         own = asked.answer(1.5, state=text, type="noul", instructions="Is it late?", options=listed)
@@ -332,5 +339,6 @@ def test_control_tokens_in_the_data_stay_text(made: Callable[..., Path]) -> None
     assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
     (row,) = read_output("out.jsonl")
     given = {"type": "noul", "instructions": "Is the customer angry?", "options": options(true="shouts", false=None)}
-    parsed = asked.answer(1.5, state=f"a {control} b", **given)[0].expected
-    assert abs(row["response"]["body"]["answers"]["q"]["noul"] - parsed) > 1e-6
+    found = row["response"]["body"]["answers"]["q"]["noul"]
+    assert found == asked.answer(1.5, state=f"a {control} b", split=True, **given)[0]
+    assert found != asked.answer(1.5, state=f"a {control} b", **given)[0]

@@ -38,11 +38,13 @@ def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> Non
 @pytest.mark.slow
 def test_an_unpacked_wheel_finds_its_samples(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from prefillcli.models.files import *; print(sample_model(), sample_draft(), sample_rows())"
+    code = "from prefillcli.models.files import *; "
+    code += "print(sample_model(), sample_draft(), sample_model(typed=True), sample_rows())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=True
     )
     samples = tmp_path / "site/prefillcli/samples"
     assert done.stdout.split() == [
-        str(samples / name) for name in ("models/target", "models/draft", "post_recommendation.parquet")
+        str(samples / name)
+        for name in ("models/target", "models/draft", "models/tickets", "post_recommendation.parquet")
     ]

@@ -92,7 +92,7 @@ def engine_for(family: str, limits: Limits) -> TorchEngine:
 
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES)])
-@settings(max_examples=10)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), most=st.integers(120, 2000), held=st.sampled_from([0, 100]))
 def test_labels_of_any_length_get_their_log_probabilities(family: str, seed: int, most: int, held: int) -> None:
     prompts = random_prompts(np.random.default_rng(seed))
