@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
@@ -54,10 +55,10 @@ class Layout:
         self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return what the template is told of a question, its options in this order. `given` is the question as a
-        request has it, whose values may be any JSON."""
+        request has it, whose values may be any JSON. Raises UsageError for more options than codes."""
         own = {"instructions": question.instructions} if given is None else given
         listed = [{"key": key, "description": text} for key, text in self._listed(question, given)]
-        options = [listed[at] | {"label": code} for at, code in zip(self._order(question, order), self.codes)]  # noqa: B905
+        options = [listed[at] | {"label": code} for at, code in self._coded(question, order).items()]
         asked = {"id": question.name, "type": _TYPES[question.type], "instructions": own.get("instructions") or ""}
         return asked | {"options": options, "images": []}
 
@@ -69,18 +70,23 @@ class Layout:
                 f"the question {question.name!r} asks for a level, and the model's layout asks for levels one by one, "
                 "which is not read"
             )
+        codes = self._coded(question, order)
+        heat = self._temperature(question)
+        answers = []
+        for number, each in enumerate(question.answers):
+            code = codes[number]
+            answers.append(Label(each.name, (code,), heat=heat, token=self.codes[code]))
+        return replace(question, answers=tuple(answers))
+
+    def _coded(self, question: Question, order: Sequence[int] | None) -> dict[int, str]:
+        # The code of each option by its number, in the order of the prompt. Raises UsageError.
         if len(question.options) > len(self.codes):
             raise UsageError(
                 f"the question {question.name!r} has {len(question.options)} options, and the model's layout "
                 f"{len(self.codes)} codes"
             )
-        codes = dict(zip(self._order(question, order), self.codes.items()))  # noqa: B905 - there may be more codes
-        heat = self._temperature(question)
-        answers = []
-        for number, each in enumerate(question.answers):
-            code, token = codes[number]
-            answers.append(Label(each.name, (code,), heat=heat, token=token))
-        return replace(question, answers=tuple(answers))
+        codes = islice(self.codes, len(question.options))
+        return dict(zip(self._order(question, order), codes, strict=True))
 
     def state(self, value: Any) -> Any:
         """Return what the template is told of a state, which may be any JSON."""

@@ -216,13 +216,17 @@ def test_a_layout_may_list_all_questions_of_a_row(made: Callable[..., Path]) -> 
 CODED = (("one", "two"), ("false", "true"))
 
 
-def test_more_options_than_codes_are_an_error_of_the_request(made: Callable[..., Path]) -> None:
-    many = {"type": "choice", "instructions": "Which?", "criteria": {f"option {at}": None for at in range(53)}}
-    write_jsonl("in.jsonl", [{"state": "a", "questions": {"q": many}}, {"state": "a", "questions": QUESTIONS}])
-    done = score("in.jsonl", "out.jsonl", model=made("openjev"), max_error_rate=0.9)
+@pytest.mark.parametrize(("type_", "template", "count"), [("openjev", TEMPLATE, 53), ("nimble", LISTING, 255)])
+def test_more_options_than_codes_are_an_error_of_the_request(
+    made: Callable[..., Path], type_: str, template: str, count: int
+) -> None:
+    many = {"type": "choice", "instructions": "Which?", "criteria": {f"option {at}": None for at in range(count)}}
+    asked = [{"angry": QUESTIONS["angry"], "q": many}, QUESTIONS]  # nimble's prompt about the first lists the second
+    write_jsonl("in.jsonl", [{"state": "a", "questions": each} for each in asked])
+    done = score("in.jsonl", "out.jsonl", model=made(type_, template), max_error_rate=0.9)
     assert done["exit_code"] == 0
     first, second = read_output("out.jsonl")
-    assert "'q' has 53 options" in json.dumps(first)
+    assert f"'q' has {count} options" in json.dumps(first)
     assert second["response"]["body"]["answers"]["angry"]["noul"] is not None
 
 
