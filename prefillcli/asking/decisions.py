@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ import numpy as np
 from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
 from prefillcli.asking.forms import QUESTION_END, Order, orders_of, text_of, with_answers
-from prefillcli.asking.layouts import require_own_layout
+from prefillcli.asking.layouts import answered_by, require_own_layout
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
@@ -98,12 +98,14 @@ def for_requests(settings: AnyJob, available: Sequence[str], first: Mapping[str,
 class DecisionAsking(Asking):
     """The questions that each row asks about its own document, as bodies of requests or as lines of a batch file."""
 
+    typed = True
+
     def __init__(self, settings: JobSettings, available: Sequence[str]) -> None:
         super().__init__(settings)
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried
-        self._layout: Layout | None = None
+        self._answered: Callable[[Question, Order | None], Question] = with_answers
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
@@ -112,7 +114,7 @@ class DecisionAsking(Asking):
         require_own_layout(self.settings, type_)
 
     def labels(self, opened: Opened) -> Labels:
-        self._layout = opened.layout
+        self._answered = answered_by(opened)
         if opened.files.head is not None:
             raise UsageError(
                 "requests with typed questions: the model's classification head is read, which has one answer to a "
@@ -139,6 +141,7 @@ class DecisionAsking(Asking):
             models=served_names(self.settings, opened),
             orders=self.settings.asking.orders,
             layout=opened.layout,
+            answered=answered_by(opened),
         )
 
     def require_lines(self, source: Source) -> None:
@@ -149,8 +152,7 @@ class DecisionAsking(Asking):
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
         request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        answered = with_answers if self._layout is None else self._layout.answered
-        return [answered(question, order) for question, order in _asked(request, self.settings.asking.orders)]
+        return [self._answered(question, order) for question, order in _asked(request, self.settings.asking.orders)]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
@@ -197,13 +199,14 @@ class DecisionBuilder(PromptBuilder):
         carried: Sequence[str],
         models: Sequence[str],
         orders: int,
-        layout: Layout | None = None,
+        layout: Layout | None,
+        answered: Callable[[Question, Order | None], Question],
     ) -> None:
         own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=QUESTION_END)
         if layout is not None:
             own = replace(own, chat=False, question_end="", laid_out=LaidOut(layout, {}))
         super().__init__(tokenizer, own)
-        self._layout = layout
+        self._layout, self._answered = layout, answered
         self._further = self.optional
         # What a request is about, by which shards tell rows that begin alike.
         self.columns = tuple(name for name in (BODY, "input", "state") if name in carried)
@@ -221,6 +224,7 @@ class DecisionBuilder(PromptBuilder):
             models=self._models,
             orders=self._orders,
             layout=self._layout,
+            answered=self._answered,
         )
 
     def fingerprint(self) -> str:
@@ -263,15 +267,14 @@ class DecisionBuilder(PromptBuilder):
     ) -> tuple[Question, Any, Any, tuple[Label, ...]]:
         # A question, with its document, what is said of it, and the labels that answer it; their names have no part in
         # what is said. Raises UsageError for one that the model's layout has no room for.
+        labels = self._answered(question, order).answers
         if self._layout is None:
-            labels = with_answers(question, order).answers
             own = tuple(each._replace(name=each.said or each.name) for each in labels)
             return question, request.document, text_of(question, order), own
         values = self._layout.values(question, order, request.given.get(question.name))
         if self._layout.lists_all:
             others = (self._layout.values(each, None, request.given.get(each.name)) for each in request.questions)
             values["questions"] = list(others)
-        labels = self._layout.answered(question, order).answers
         own = tuple(each._replace(name="".join(each.variants or ())) for each in labels)
         return question, self._layout.state(request.state), values, own
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from prefillcli.asking.forms import Order, with_answers
+from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
 from prefillcli.options.settings import JobSettings
-from prefillcli.prompts.layouts import Layout
+from prefillcli.prompts.layouts import at_temperature
+from prefillcli.prompts.questions import Question
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
 
 if TYPE_CHECKING:
+    from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
 
 # Options that say how a prompt is made or answered, which a layout does itself.
@@ -28,23 +32,32 @@ def require_own_layout(settings: JobSettings, type_: str) -> None:
             )
 
 
+def answered_by(opened: Opened) -> Callable[[Question, Order | None], Question]:
+    """Return what gives a question the answers that its prompt asks for, which lists the options in an order; None:
+    the question's own prompt."""
+    if opened.layout is not None:
+        return opened.layout.answered
+    return lambda question, order: at_temperature(
+        question if order is None else with_answers(question, order), opened.temperatures
+    )
+
+
 class LayoutUse(Finding):
-    """The model's own layout, in which the questions were asked."""
+    """The model's own layout, in which the questions were asked, or the temperatures beside it."""
 
     key: ClassVar[str] = "layout"
 
-    type: str
+    type: str | None  # None: this program's own form
     temperatures: Mapping[str, float]  # by type of question, or by that and the number of options
     curve: tuple[float, float, float] | None = None  # instead a + b log n at n options, at least the third number
 
     @classmethod
-    def of(cls, layout: Layout | None) -> Self | None:
-        """Return that of a job with this layout; None without one."""
-        return (
-            None
-            if layout is None
-            else cls(type=layout.type, temperatures=dict(layout.temperatures), curve=layout.curve)
-        )
+    def of(cls, opened: Opened, asking: Asking) -> Self | None:
+        """Return that of a job which asks so; None without one."""
+        if (layout := opened.layout) is not None:
+            return cls(type=layout.type, temperatures=dict(layout.temperatures), curve=layout.curve)
+        heats = dict(opened.temperatures) if asking.typed else {}
+        return cls(type=None, temperatures=heats) if heats else None
 
     @property
     def text(self) -> str:
@@ -52,7 +65,8 @@ class LayoutUse(Finding):
         heats = ", ".join(f"{name} {each:g}" for name, each in self.temperatures.items())
         if self.curve is not None:
             heats = "{:g} + {:g} ln n at n options, at least {:g}".format(*self.curve)
-        return f"{self.type}, the model's own{f'; temperatures: {heats}' if heats else ''}"
+        form = f"{self.type}, the model's own" if self.type else "this program's own"
+        return form + (f"; the model's temperatures: {heats}" if heats else "")
 
     def sections(self, report: RunReport) -> Iterable[Section]:
         """Return the line that names it."""

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
-from prefillcli.asking.layouts import require_own_layout
+from prefillcli.asking.forms import QUESTION_END, Order, text_of
+from prefillcli.asking.layouts import answered_by, require_own_layout
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 class QuestionAsking(Asking):
     """The questions of a file. Raises UsageError for a wrong file."""
+
+    typed = True
 
     def __init__(self, settings: JobSettings, questions: str) -> None:
         super().__init__(settings)
@@ -119,7 +121,7 @@ class QuestionAsking(Asking):
                 f"{self._option}: the model's classification head is read, which has one answer to a text\n"
                 "read the next token with --head vocabulary"
             )
-        return QuestionLabels(opened.tokenizer, self.file, self.settings, opened.layout)
+        return QuestionLabels(opened, self.file, self.settings)
 
     def builder(
         self,
@@ -150,20 +152,16 @@ class QuestionLabels(Labels):
     """The labels of the first question, and those after `each` prompt of a row. They are those of the file with this
     `digest`."""
 
-    def __init__(
-        self, tokenizer: Any, file: QuestionFile, settings: JobSettings, layout: Layout | None = None
-    ) -> None:
+    def __init__(self, opened: Opened, file: QuestionFile, settings: JobSettings) -> None:
         self.digest = file.digest
         norm, end = settings.answers.label_norm, settings.answers.label_end
-        answered = with_answers if layout is None else layout.answered
-        first, *others = [
-            each.question if layout is None else layout.answered(each.question) for each in file.questions
-        ]
+        answered, questions = answered_by(opened), [each.question for each in file.questions]
+        first, *others = [answered(question, None) for question in questions]
         for number, order in file.further:
-            own = file.questions[number].question
-            others.append(own.exchanged if order is None else answered(own, order))
-        super().__init__(tokenizer, first, norm=norm, end=end)
-        self.each = (self, *(Labels(tokenizer, question, norm=norm, end=end) for question in others))
+            own = answered(questions[number], order)
+            others.append(own.exchanged if order is None else own)
+        super().__init__(opened.tokenizer, first, norm=norm, end=end)
+        self.each = (self, *(Labels(opened.tokenizer, question, norm=norm, end=end) for question in others))
 
 
 class QuestionTemplates(NamedTuple):

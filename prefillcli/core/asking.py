@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefillcli.errors import UsageError
 from prefillcli.options.settings import JobSettings
@@ -44,6 +44,7 @@ class Asking(ABC):
     carried: Sequence[str] = ()
     requests: Sequence[str] = ()
     named: tuple[AnswerColumns, ...] = ()
+    typed: ClassVar[bool] = False  # whether it asks typed questions alone
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings

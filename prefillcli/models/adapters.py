@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
-from prefillcli.models.decision_models import SAYS_SO, require_layout
+from prefillcli.models.decision_models import SAYS_SO, TEMPERATURES, read_temperatures, require_layout
 from prefillcli.models.files import quoted, read_header, read_json
 from prefillcli.options.reading import AdapterOptions
 from prefillcli.prompts.settings import RowColumns
@@ -316,8 +316,21 @@ def open_adapters(
     for folder in paths.values():
         require_layout(folder, OPTION, layout)
     found = [_read_adapter(name, folder, reader) for name, folder in paths.items()]
+    opened = opened if layout == "generic" else _with_temperatures(opened, found, by_row=column is not None)
     opened = _with_tokenizer(opened, found, by_row=column is not None, trust_remote_code=trust_remote_code)
     return replace(opened, variants=AdapterVariants(tuple(_checked(each, opened.files) for each in found), column))
+
+
+def _with_temperatures(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool) -> Opened:
+    # Those of the model were fitted without an adapter. Raises UsageError for an adapter that reads some rows alone.
+    own: Mapping[str, float] = {}
+    for adapter in adapters:
+        if (own := read_temperatures(adapter.path)) and by_row:
+            raise UsageError(
+                f"{OPTION} {adapter.path}: its {TEMPERATURES} is for its own rows, and rows of several adapters are "
+                "answered alike\nscore its rows in a separate job, or leave the temperatures out with --layout generic"
+            )
+    return replace(opened, temperatures=own)
 
 
 def local_adapter(name: str) -> Path | None:

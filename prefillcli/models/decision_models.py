@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
 from prefillcli.models import decider
-from prefillcli.models.files import read_json
+from prefillcli.models.files import quoted, read_json
 from prefillcli.models.gguf_header import GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.layouts import Layout
@@ -52,15 +52,18 @@ _ADAPTERS: Mapping[str, str] = {
     "schema_config.json": "nimble",
     "calibration.json": "lev",
 }
-SAYS_SO = (*_FOLDERS, *_ADAPTERS)  # files of a folder by which its type is known
-_TEMPERATURES = "temperatures.json"  # one for each of these types of questions
-_TYPES = {"choice", "score", "noul"}
+TEMPERATURES = "temperatures.json"  # one for each of these types of questions
+_TYPES = ("choice", "score", "noul")
+SAYS_SO = (*_FOLDERS, *_ADAPTERS, TEMPERATURES)  # files of a folder that say how its model is asked
 
 
 def require_layout(model: Path, option: str, layout: str) -> None:
-    """Raise UsageError for the model of an option that needs a layout of its own which is not read, unless the
-    `layout` asked for is that of any model. Only `--model` is asked in layouts."""
-    if layout == "generic" or (found := decision_type(model)) is None:
+    """Raise UsageError for the model of an option that needs a layout of its own which is not read, or whose
+    temperatures are wrong, unless the `layout` asked for is that of any model. Only `--model` is asked in layouts."""
+    if layout == "generic":
+        return
+    if (found := decision_type(model)) is None:
+        read_temperatures(model)
         return
     if option == "--model" and layout_type(model, layout) is not None:
         return
@@ -98,8 +101,6 @@ def decision_type(model: Path) -> tuple[str, str] | None:
     for name, kind in {**_FOLDERS, **(_ADAPTERS if adapter else {})}.items():
         if (model / name).is_file():
             return kind, name
-    if _has_temperatures(model / _TEMPERATURES):
-        return "with temperatures by question", _TEMPERATURES
     return None
 
 
@@ -139,6 +140,16 @@ def _temperatures(model: Path, header: GgufHeader) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def _has_temperatures(file: Path) -> bool:
+def read_temperatures(folder: Path) -> Mapping[str, float]:
+    """Return the temperatures by type of question in the folder of a model or an adapter, or of a GGUF file; none
+    without its `temperatures.json` (AINode). Raises UsageError for one that is no number above 0."""
+    file = (folder if folder.is_dir() else folder.parent) / TEMPERATURES
     found: Any = read_json(file) if file.is_file() else None
-    return isinstance(found, dict) and bool(_TYPES & found.keys())
+    own = {name: found[name] for name in _TYPES if name in found} if isinstance(found, dict) else {}
+    for name, value in own.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise UsageError(
+                f"{file}: {name} is {quoted(value)}, and must be a number above 0\n"
+                "mend it, or leave all of them out with --layout generic"
+            )
+    return {name: float(value) for name, value in own.items()}

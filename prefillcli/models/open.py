@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.decision_models import read_layout, require_layout
+from prefillcli.models.decision_models import read_layout, read_temperatures, require_layout
 from prefillcli.models.files import (
     check_config,
     check_files,
@@ -92,6 +92,8 @@ class Opened:
     variants: Variants | None = None
     layout: Layout | None = None
     """That of a model which was trained for typed decisions, unless it is asked like any other."""
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    """By type of question those of a model without a layout of its own, by which its answers are divided."""
 
     @property
     def dtypes(self) -> list[str]:
@@ -244,8 +246,12 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
-    layout = None if lm.layout == "generic" else read_layout(path, tokenizer)
-    return Opened(files, device, tokenizer, tuple(small), files.max_length, threads, layout=layout)
+    opened = Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
+    if lm.layout == "generic":
+        return opened
+    if (layout := read_layout(path, tokenizer)) is not None:
+        return replace(opened, layout=layout)
+    return replace(opened, temperatures=read_temperatures(path))
 
 
 def _may_stream(settings: JobSettings) -> bool:

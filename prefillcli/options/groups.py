@@ -254,8 +254,8 @@ class ModelOptions(Options):
     )  # fmt: skip
     layout: Literal["auto", "generic"] = option(
         "auto",
-        "How a model trained for typed decisions is asked. auto: in its own layout, or not at all; generic: like any "
-        "other model, for answers that it was not trained to give.",
+        "How a model trained for typed decisions is asked. auto: in its own layout, or not at all, and with the "
+        "temperatures of its files; generic: like any other model, for answers that it was not trained to give.",
         MODEL, changes="scores",
     )  # fmt: skip
     threads: ThreadCount = option(

@@ -439,16 +439,16 @@ class Labels:
 
     def _sized(self, chosen: LabelSet, labels: Sequence[Label]) -> LabelSet:
         # With the sizes that scores are made with.
+        sizes = [label.heat for label in labels]
         if self._norm == "bytes":
             # The one space between prompt and answer does not count, whoever wrote it.
             texts = [(label.variants or (label.name,))[0].removeprefix(" ") for label in labels]
-            sizes = tuple(float(len(text.encode()) or 1) for text in texts)
-            chosen = replace(chosen, sizes=sizes)
+            sizes = [heat * float(len(text.encode()) or 1) for heat, text in zip(sizes, texts, strict=True)]
         elif self._norm == "tokens" and chosen.single is None:
-            chosen = replace(chosen, sizes=tuple(float(len(own[0])) for own in chosen.spellings))
-        elif any(label.heat != 1 for label in labels):
-            chosen = replace(chosen, sizes=tuple(label.heat for label in labels))
-        return chosen
+            sizes = [heat * len(own[0]) for heat, own in zip(sizes, chosen.spellings, strict=True)]
+        elif all(heat == 1 for heat in sizes):
+            return chosen
+        return replace(chosen, sizes=tuple(sizes))
 
 
 def _alike(one: str, other: str, tokens: Sequence[str]) -> LabelError:

@@ -114,12 +114,22 @@ class Layout:
         return [(str(at), told) for at, told in enumerate(criteria or map(_described, question.options))]
 
     def _temperature(self, question: Question) -> float:
-        kind, count = _TYPES[question.type], len(question.options)
         if self.curve is not None:
             level, slope, least = self.curve
-            return max(least, level + slope * math.log(count))
-        bucket = next((name for most, name in _BUCKETS if count <= most), _MOST)
-        return self.temperatures.get(f"{kind}.{bucket}", self.temperatures.get(kind, 1.0))
+            return max(least, level + slope * math.log(len(question.options)))
+        return _temperature(question, self.temperatures)
+
+
+def at_temperature(question: Question, temperatures: Mapping[str, float]) -> Question:
+    """Return the question with answers whose log-probabilities are divided by the temperature of its type."""
+    heat = _temperature(question, temperatures)
+    return replace(question, answers=tuple(each._replace(heat=heat) for each in question.answers))
+
+
+def _temperature(question: Question, temperatures: Mapping[str, float]) -> float:
+    kind, count = _TYPES[question.type], len(question.options)
+    bucket = next((name for most, name in _BUCKETS if count <= most), _MOST)
+    return temperatures.get(f"{kind}.{bucket}", temperatures.get(kind, 1.0))
 
 
 def _numbered(value: Any) -> Any:

@@ -124,7 +124,8 @@ def _unanswered(report: RunReport) -> _Finding | None:
         reasons.append(text)
     asked = report.asks_questions
     head = f"the model does not answer {_named(low, report) if asked else 'with the labels'}"
-    laid_out = "layout" in report.findings
+    use = report.findings.get("layout")
+    laid_out = use is not None and use.type is not None
     return _Finding(head, [*reasons, CHECK_LAYOUT if laid_out else _TRY if asked else _TRY_LABELS], told)
 
 

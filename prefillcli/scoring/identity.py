@@ -114,6 +114,8 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     own = [each.tokenizer() if opened.small[at].tokenizer is not None else "" for at, each in enumerate(small)]
     if any(own):
         found["draft_tokenizer"] = _one_or_hash(own)
+    if opened.temperatures and parts.asking.typed:
+        found["temperatures"] = hash_value(dict(opened.temperatures))
     found |= parts.asking.identity(values)
     if parts.calibration is not None:
         found |= parts.calibration.identity()

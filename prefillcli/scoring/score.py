@@ -167,7 +167,7 @@ def _earlier_dtypes(rows: OpenRows, output: str) -> Sequence[str]:
 def _identify(inputs: Inputs, parts: Parts, models: LocalModels, report: RunReport, output: str) -> None:
     found = report.fingerprint = fingerprint(inputs, parts, models)
     report.take_chat(inputs.builder.way)
-    report.add(LayoutUse.of(inputs.opened.layout))
+    report.add(LayoutUse.of(inputs.opened, inputs.rows.asking))
     if parts.earlier is not None:
         parts.earlier.find(report, output)
     if parts.calibration is not None:

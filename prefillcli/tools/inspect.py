@@ -317,4 +317,4 @@ def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     found = {name: value for name in names if (value := settings.value(name)) is not None}
     way = inputs.builder.way
     found |= {"chat": way.said} if way is not None and way.said else {}
-    return found if (use := LayoutUse.of(inputs.opened.layout)) is None else found | {"layout": use.text}
+    return found if (use := LayoutUse.of(inputs.opened, inputs.rows.asking)) is None else found | {"layout": use.text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from prefillcli.asking.question_file import read_questions
 from prefillcli.prompts import templates
 from prefillcli.prompts.questions import Question
 from prefillcli.tools.verify import verify_job
-from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
+from tests.adapters import save_adapter
+from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.test_likelihood import encoded_pair, likelihood
 
 TEXTS = ["I want my money back for this phone.", "The parcel came, thank you!", "It broke, and nobody answers."]
@@ -32,15 +34,26 @@ TOPIC = Choice(
 ANGER = Score("How angry is the customer?", ["calm", "annoyed", "angry", "furious"], name="anger")
 
 
-def shares(reference: Reference, text: str, question: Question, order: Any = None) -> list[float]:
+def shares(reference: Reference, text: str, question: Question, order: Any = None, heat: float = 1.0) -> list[float]:
     """The probability of each option among all, by transformers' eager forward over the whole prompt."""
     prompt = text + text_of(question, order) + QUESTION_END
     logprobs = []
     for label in with_answers(question, order).answers:
         said = [f" {label.said or label.name}"] if label.variants is None else label.variants
         logprobs.append([sum(likelihood(reference, *encoded_pair(reference, prompt, own))[0]) for own in said])
-    masses = [sum(map(math.exp, own)) for own in logprobs]
+    masses = [sum(map(math.exp, own)) ** (1 / heat) for own in logprobs]
     return [mass / sum(masses) for mass in masses]
+
+
+HEAT = {"noul": 2.5, "choice": 0.5, "score": 1.5}
+
+
+@pytest.fixture
+def tempered(model: Path, tmp_path: Path) -> Path:
+    """The model with a temperature for each type of question."""
+    folder = Path(shutil.copytree(model, tmp_path / "tempered"))
+    (folder / "temperatures.json").write_text(json.dumps(HEAT | {"fitted_on": "a slice"}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +71,61 @@ def ask(question: Question, **more: Any) -> list[dict[str, Any]]:
 def test_a_predicate_is_the_probability_of_yes(model: Path, reference: Reference) -> None:
     for text, row in zip(TEXTS, ask(REFUND, model=model), strict=True):
         assert abs(row["refund"] - shares(reference, text, REFUND)[0]) < TOLERANCE
+
+
+def test_a_models_temperatures_divide_answers_by_the_type_of_question(
+    model: Path, tempered: Path, reference: Reference
+) -> None:
+    words = Choice("What?", ["a phone", "the parcel"], name="words")
+    for question, heat in ((REFUND, 2.5), (TOPIC, 0.5), (words, 0.5), (ANGER, 1.5)):
+        for text, row in zip(TEXTS, ask(question, model=tempered), strict=True):
+            wanted = shares(reference, text, question, heat=heat)
+            found = row.get(f"{question.name}.probabilities", {"": row[question.name]}).values()
+            assert all(abs(a - b) < TOLERANCE for a, b in zip(found, wanted, strict=False))
+    layout = read_report("out.run.json")["layout"]
+    assert layout == {"type": None, "temperatures": HEAT, "curve": None}
+    for norm in ("bytes", "tokens"):
+        one, two = (ask(words, model=each, label_norm=norm) for each in (model, tempered))
+        for both in zip(one, two, strict=True):
+            raw, hot = (
+                math.log(row["words.probabilities"]["a phone"] / row["words.probabilities"]["the parcel"])
+                for row in both
+            )
+            assert abs(raw / 0.5 - hot) < 1e-4
+    rows = ask(ANGER, model=tempered, layout="generic")
+    assert [row["anger"] for row in rows] == [row["anger"] for row in ask(ANGER, model=model)]
+    assert "layout" not in read_report("out.run.json")
+
+
+@pytest.mark.parametrize("api", ["openai", "systemone"])
+def test_a_models_temperatures_divide_the_answers_to_requests(tempered: Path, reference: Reference, api: str) -> None:
+    levels = [{"label": each.text} for each in ANGER.options]
+    asked: Any = {"type": "score", "instructions": ANGER.instructions, "levels": levels}
+    body = {"input": TEXTS[0], "questions": [asked]}
+    if api == "systemone":
+        asked = {"type": "score", "instructions": ANGER.instructions, "criteria": [each["label"] for each in levels]}
+        body = {"state": TEXTS[0], "questions": {"q": asked}}
+    write_jsonl("in.jsonl", [body])
+    assert score("in.jsonl", "out.jsonl", model=tempered)["exit_code"] == 0
+    answers = read_output("out.jsonl")[0]["response"]["body"]["answers"]
+    (found,) = answers if api == "openai" else answers.values()
+    wanted = sum(level * own for level, own in enumerate(shares(reference, TEXTS[0], ANGER, heat=1.5)))
+    assert abs(found["score"] - wanted) < 10 * TOLERANCE
+
+
+def test_an_adapter_has_temperatures_of_its_own(
+    model: Path, tempered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = save_adapter(model, tmp_path / "adapter")
+    without = [row["refund"] for row in ask(REFUND, model=tempered, adapter={"a": str(adapter)})]
+    (adapter / "temperatures.json").write_text('{"noul": 4}')
+    found = [row["refund"] for row in ask(REFUND, model=tempered, adapter={"a": str(adapter)})]
+    for one, other in zip(without, found, strict=True):
+        assert abs(math.log(one / (1 - one)) / 4 - math.log(other / (1 - other))) < 1e-4
+    write_parquet("in.parquet", text=TEXTS, who=["a"] * 3)
+    several = {"adapter": {"a": str(adapter)}, "adapter_column": "who"}
+    assert score("in.parquet", "o.parquet", model=model, ask="Late?", **several)["exit_code"] == 2
+    assert "temperatures.json is for its own rows" in capsys.readouterr().err
 
 
 def test_a_choice_is_its_likeliest_option(model: Path, reference: Reference) -> None:

@@ -17,7 +17,6 @@ from tests.jobs.models import save_model
 MARKS: dict[str, tuple[dict[str, Any], str]] = {
     "decider": ({"decider_config.json": {}}, "decider (by decider_config.json)"),
     "pplx-decider": ({"decision_config.json": {"format_version": 1}}, "pplx-decider (by decision_config.json)"),
-    "temperatures": ({"temperatures.json": {"noul": 1.4, "choice": 0.9}}, "temperatures.json"),
     "kev": ({"adapter_config.json": {}, "training_config.json": {}}, "kev (by training_config.json)"),
     "nimble": ({"adapter_config.json": {}, "schema_config.json": {}}, "nimble (by schema_config.json)"),
     "lev": ({"adapter_config.json": {}, "calibration.json": {}}, "lev (by calibration.json)"),
@@ -25,6 +24,7 @@ MARKS: dict[str, tuple[dict[str, Any], str]] = {
 UNMARKED: dict[str, dict[str, Any]] = {
     "a training's settings beside a whole model": {"training_config.json": {}, "calibration.json": {}},
     "temperatures of something else": {"temperatures.json": {"cpu": 71}},
+    "temperatures by question, which any model may have": {"temperatures.json": {"noul": 1.4, "choice": 0.9}},
     "an adapter": {"adapter_config.json": {}},
 }
 
@@ -62,6 +62,16 @@ def test_a_folder_says_that_its_model_needs_a_layout_of_its_own(kind: str, tmp_p
 @pytest.mark.parametrize("what", UNMARKED)
 def test_other_files_of_these_names_say_nothing(what: str, tmp_path: Path) -> None:
     assert decision_type(marked(tmp_path / "model", UNMARKED[what])) is None
+
+
+@pytest.mark.parametrize(
+    "content", ['{"noul": 0}', '{"score": -1.5}', '{"choice": "1"}', '{"noul": NaN}', '{"noul": true}']
+)
+def test_temperatures_are_numbers_above_0(tmp_path: Path, content: str) -> None:
+    (tmp_path / "temperatures.json").write_text(content)
+    with pytest.raises(UsageError, match="and must be a number above 0\nmend it, or leave all of them out"):
+        require_layout(tmp_path, "--model", "auto")
+    require_layout(tmp_path, "--model", "generic")
 
 
 @pytest.mark.parametrize("option", ["model", "first", "draft"])
