@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from prefillcli.asking.forms import Order, with_answers
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
+from prefillcli.options.combinations import given
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.layouts import at_temperature
 from prefillcli.prompts.questions import Question
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
 
+# Of layouts whose options are read at places of the prompt, options that they have no part in, and why.
+_OF_MARKERS = {
+    "kev": {
+        **dict.fromkeys(("--keep", "--draft"), "an option is read at its own tokens, which must not be left out"),
+        **dict.fromkeys(("--exit", "--first", "--compute"), "its head reads the last layer of the model alone"),
+        "--rationale": "its head reads options, and no words",
+        "--adapter": "its head is that of the model without one",
+        "--engine vllm": "vLLM has no such head",
+    },
+}
 # Options that say how a prompt is made or answered, which a layout does itself.
 _OF_PROMPTS = ("chat", "system", "thinking", "chat_option", "answer_prefix", "labels", "label_norm", "label_end")
 
@@ -30,6 +41,9 @@ def require_own_layout(settings: JobSettings, type_: str) -> None:
                 f"--{name.replace('_', '-')}: the model answers in a layout of its own ({type_})\n"
                 "leave it out, or ask it like any other model with --layout generic"
             )
+    for text, why in _OF_MARKERS.get(type_, {}).items():
+        if given(settings, text):
+            raise UsageError(f"{text}: the model is a decision model of the type {type_}: {why}\nleave it out")
 
 
 def answered_by(opened: Opened) -> Callable[[Question, Order | None], Question]:

@@ -170,7 +170,9 @@ def method_of(request: Request, answer: Answer) -> str:
 
 def kept_tokens(request: Request, answer: Answer) -> int:
     """Return how many tokens of a prompt went through all layers."""
-    return len(request.tokens) if answer.thinned is None else len(answer.thinned.kept)
+    if answer.thinned is not None:
+        return len(answer.thinned.kept)
+    return len(request.prompt.whole) if request.kept is None else len(request.kept)
 
 
 def answer_requests(

@@ -26,8 +26,8 @@ from prefillcli.engines.base import (
     sequences,
 )
 from prefillcli.models import open as models
-from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens, next_tokens
-from prefillcli.models.load import load_weights
+from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens, next_tokens, pointer_numbers
+from prefillcli.models.load import add_pointer_head, load_weights
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.models.shape import length_switch
 from prefillcli.options.settings import JobSettings
@@ -175,6 +175,8 @@ def load(request: LoadRequest) -> Loaded[HfEngine] | Loaded[encoders.EncoderEngi
         attention=request.options.get("attn_implementation"),
         trust_remote_code=request.trust_remote_code,
     )
+    if opened.points:
+        add_pointer_head(model, opened.files)
     use_variant = None if opened.variants is None else opened.variants.apply(model)
     engine = HfEngine(model, max_length=opened.max_length, activation=opened.files.activation, use_variant=use_variant)
     return Loaded(engine)
@@ -260,6 +262,16 @@ def plain_numbers(
         last = last_logits(model, tokens)
         (logprobs,) = label_numbers(last[None], [0], [labels.single], activation)
         return labels.divided(logprobs), None, len(tokens), last
+    if labels.pointers:
+        whole = np.concatenate([tokens, labels.sequences[0][:-1]])
+        outputs = _outputs(model, whole, labels.tokens + 1)
+        places = labels.places(np.arange(labels.tokens + 1))
+        return (
+            labels.divided(pointer_numbers(outputs[places.rows].cpu().double().numpy())),
+            None,
+            len(whole),
+            outputs[-1],
+        )
     values, greedy, computed, last = sequence_logprobs(model, tokens, labels.sequences)
     by_token = ReadTokens(values, greedy) if labels.by_token else None
     return labels.divided(labels.logprobs(values)), by_token, computed, last
@@ -271,7 +283,6 @@ def sequence_logprobs(
     """The log-probabilities of the tokens of all `sequences` after a prompt, float64 [tokens]; whether each token is
     the likeliest one; the tokens that this has computed: one forward for each sequence but its last token; and the
     logits of the prompt's last token, float32 [vocabulary]."""
-    device = embedding_device(model)
     behind = {each[:-1].tobytes(): each[:-1] for each in sequences if len(each) > 1}
     # The prompt's own last token has the same logits in each forward, unless one changes the position encodings.
     longest = len(tokens) + max(map(len, sequences)) - 1
@@ -280,10 +291,7 @@ def sequence_logprobs(
         behind[b""] = tokens[:0]
     found: dict[bytes, Tensor] = {}
     for name, before in behind.items():
-        ids = torch.as_tensor(np.concatenate([tokens, before]), dtype=torch.long, device=device)[None]
-        with torch.inference_mode():
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(before) + 1).logits
-        found[name] = logits[0, -len(before) - 1 :].float()
+        found[name] = _outputs(model, np.concatenate([tokens, before]), len(before) + 1)
     found.setdefault(b"", next(iter(found.values()))[:1])
     values, greedy = [], True
     for each in sequences:
@@ -296,6 +304,14 @@ def sequence_logprobs(
         greedy = greedy and bool((own.argmax(dim=-1) == at[:, 0]).all())
     computed = len(tokens) * len(behind) + sum(map(len, behind.values()))
     return np.concatenate(values), greedy, computed, found[b""][0]
+
+
+def _outputs(model: PreTrainedModel, tokens: TokenArray, count: int) -> Tensor:
+    # The logits of this many last tokens, float32 [count, outputs].
+    ids = torch.as_tensor(tokens, dtype=torch.long, device=embedding_device(model))[None]
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=count).logits
+    return logits[0, -count:].float()
 
 
 def last_logits(model: PreTrainedModel, tokens: TokenArray) -> Tensor:

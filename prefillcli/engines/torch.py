@@ -34,6 +34,7 @@ from prefillcli.models.heads import (
     likeliest_tokens,
     next_tokens,
     output_numbers,
+    pointer_numbers,
 )
 from prefillcli.models.open import UseVariant
 from prefillcli.models.shape import NoCostModel, keys_share
@@ -116,7 +117,8 @@ class TorchEngine(Engine):
             exits = PromptExits(self.walk, pack, labels, treatment.exits)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
-        reading = PackReading(pack, places, labels, self._activation, treatment.next_tokens)
+        kind = PointerReading if self._activation == "pointer" else PackReading
+        reading = kind(pack, places, labels, self._activation, treatment.next_tokens)
 
         def of_asked(tokens: float) -> None:
             tick(tokens * asked / len(pack.tokens))  # the tokens after prompts are progress on these
@@ -349,6 +351,24 @@ class PackReading:
             self._rows = rows[self._order]
             self._tokens = np.concatenate([tokens for _, _, tokens in found])[self._order].astype(np.int64)
             self._values, self._best = np.empty(len(rows)), np.empty(len(rows), bool)
+
+
+class PointerReading(PackReading):
+    """The numbers of labels that are places in prompts, from pieces of the outputs of a pointer head."""
+
+    def take(self, logits: Tensor, going: Sequence[int]) -> None:
+        if not self._at:
+            self._lay_out(going)
+            self._values = np.empty((len(self._rows), logits.shape[-1]))
+        first, self._at = self._at, self._at + len(logits)
+        low, high = np.searchsorted(self._rows, (first, self._at)).tolist()
+        at = torch.as_tensor(self._rows[low:high] - first, device=logits.device)
+        self._values[self._order[low:high]] = logits[at].cpu().numpy()
+
+    def end(self, shorter: Mapping[int, ShorterReading]) -> None:
+        ends = np.cumsum([len(self._places[prompt].rows) for prompt in self._prompts])[:-1]
+        for prompt, outputs in zip(self._prompts, np.split(self._values, ends), strict=True):
+            self.logprobs[prompt] = self._labels(prompt).divided(pointer_numbers(outputs))
 
 
 # The treatment of a pack's prompts: some leave early, some lose tokens, after some a text is written.

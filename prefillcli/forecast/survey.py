@@ -190,7 +190,7 @@ class InputStatistics:
 
     def add(self, window: Window) -> None:
         """Count a window."""
-        rows, tokens = self._rows, [prompt.tokens for prompt in window.prompts]
+        rows, tokens = self._rows, [prompt.whole for prompt in window.prompts]
         rows.total += len(window.rows)
         rows.truncated += sum(prompt.truncated for prompt in window.prompts)
         self._codes.update(error.code for error in window.errors.values())

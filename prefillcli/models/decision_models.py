@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from prefillcli.errors import UsageError
 from prefillcli.models import decider
 from prefillcli.models.files import quoted, read_json
-from prefillcli.models.gguf_header import GgufHeader, read_gguf_header
+from prefillcli.models.gguf_header import POINTER_HEAD, GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.layouts import Layout
 from prefillcli.rows.proof import gguf_parts
@@ -27,11 +27,13 @@ _MOST_CODES = 255
 
 class _Kind(NamedTuple):
     # How a type of model is read: its codes in their order, of which it may lack some that are no single token,
-    # whether a predicate lists true first, and whether a prompt has all questions of its row.
+    # whether a predicate lists true first, and whether a prompt has all questions of its row. Or else the text of the
+    # token at which each option is read.
     codes: tuple[str, ...]
     all_codes: bool = False
     true_first: bool = False
     lists_all: bool = False
+    marker: str = ""
 
 
 _PAIRS = tuple("".join(each) for each in product(string.ascii_uppercase, repeat=2))
@@ -40,6 +42,7 @@ _SHORT = (*string.ascii_uppercase, *_PAIRS)
 _READ: Mapping[str, _Kind] = {
     "openjev": _Kind(tuple(string.ascii_uppercase + string.ascii_lowercase), all_codes=True, true_first=True),
     "nimble": _Kind(_SHORT, lists_all=True),
+    "kev": _Kind((), marker="<|box_end|>"),
 }
 # A file that only such a model's folder has, and its type.
 _FOLDERS: Mapping[str, str] = {
@@ -116,12 +119,26 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
     template = header.fields.get(_TEMPLATE)
     if not isinstance(template, str):
         raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
+    if kind.marker:
+        codes, marker = {str(number): number for number in range(_MOST_CODES)}, _marker(model, tokenizer, kind.marker)
+        return Layout(type_, template, codes, _temperatures(model, header), marker=marker)
     codes = _codes(tokenizer, kind.codes)
     if kind.all_codes and len(codes) < len(kind.codes):
         lost = next(code for code in kind.codes if code not in codes)
         raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
     temperatures = _temperatures(model, header)
     return Layout(type_, template, codes, temperatures, kind.true_first, kind.lists_all)
+
+
+def _marker(model: Path, tokenizer: Any, text: str) -> int:
+    # The token of this text. Raises UsageError for a model without it, or without a head to read options by.
+    (tokens,) = Encoder(tokenizer).encode([text], special=False)
+    lost = [] if len(tokens) == 1 else [f"token {text!r}, at which options are read"]
+    if all(each.name != POINTER_HEAD for part in gguf_parts(model) for each in read_gguf_header(part).tensors):
+        lost.append(f"tensor {POINTER_HEAD}, which reads them")
+    if lost:
+        raise UsageError(f"{model}: it has no {lost[0]}\nconvert it again")
+    return int(tokens[0])
 
 
 def _codes(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:

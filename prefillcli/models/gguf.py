@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import bounded, quiet_transformers
 from prefillcli.models.files import GGUF_MAGIC, check_ranges, layer_number
-from prefillcli.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from prefillcli.models.gguf_header import POINTER_BIAS, POINTER_HEAD, GgufHeader, GgufTensor, read_gguf_header
 from prefillcli.models.gguf_tokenizer import is_split_unknown, make_tokenizer, unknown_settings
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
@@ -195,12 +195,15 @@ def check_tensors(parts: Sequence[GgufHeader], model: PreTrainedModel, wanted: i
     names that model lacks: `known` are their names in it, by those in the file with `.weight` at their end or without.
     What the model leaves out is not counted. Raises UsageError."""
     left_out = _left_out(model)
+    pointed = parts[0].setting("decision.type") is not None
     names = {**known, **{f"{name}.weight": own for name, own in known.items()}}
     tensors = [
         each
         for part in parts
         for each in part.tensors
-        if each.name != _ROTARY_FACTORS and not left_out(names.get(each.name, ""))
+        if each.name != _ROTARY_FACTORS
+        and not left_out(names.get(each.name, ""))
+        and not (pointed and each.name in (POINTER_HEAD, POINTER_BIAS))
     ]
     strange = [each.name for each in tensors if each.name not in names]
     if strange:

@@ -21,6 +21,8 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_DIMENSIONS = 4
 _KEPT_ITEMS = 4096  # of an array; vocabularies are longer, and are only counted
+POINTER_HEAD = "cls.output.weight"  # of a decision model: compares options with their question
+POINTER_BIAS = "cls.output.bias"
 _ALIGNMENT = 32  # bytes, where the file does not set it
 
 

@@ -32,8 +32,8 @@ from prefillcli.walk.forest import UnsupportedModelError
 # The outputs to read of a model: by its configuration, the next token, or a head's probabilities or values.
 HeadChoice = Literal["auto", "vocabulary", "probability", "value"]
 # The kind of function from a model's outputs to numbers: log-probabilities, of all outputs or of each by itself, or
-# none.
-Activation = Literal["softmax", "sigmoid", "none"]
+# none; or the scores of a pointer head.
+Activation = Literal["softmax", "sigmoid", "none", "pointer"]
 
 _WEIGHT = "score.weight"
 _OTHERS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "RewardModel")
@@ -193,6 +193,15 @@ def label_numbers(
         for answer, each in zip(answers, numbers, strict=True):
             result[answer] = each
     return result
+
+
+def pointer_numbers(outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the log-probabilities of options, float64 [options], from the `outputs` of a pointer head [options + 1,
+    width] at each of them and at the end of the prompt. The first half of these is a query, the second a key."""
+    queries, keys = np.split(outputs, 2, axis=1)
+    scores = keys[:-1] @ queries[-1]
+    found: npt.NDArray[np.float64] = scores - np.logaddexp.reduce(scores)
+    return found
 
 
 def likeliest_tokens(

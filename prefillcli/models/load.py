@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.gguf import TOKENIZER_BYTES, GgufModel, make_cached
+from prefillcli.models.gguf_header import POINTER_BIAS, POINTER_HEAD
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part, read_config
 from prefillcli.models.newest_flash import settle_attention
-from prefillcli.models.placement import read_all
+from prefillcli.models.placement import read_all, read_outside
 from prefillcli.models.rehearsal import prove_model
 from prefillcli.models.weights import Quantisation, plan_quantisation, rehearsal_tolerance
 from prefillcli.runtime.clock import step
@@ -95,6 +96,28 @@ def _load_gguf(gguf: GgufModel, files: ModelFiles, attention: str | None) -> tup
         output_loading_info=True,
     )
     return model, info
+
+
+class _PointerHead(nn.Linear):
+    """A small head that is computed in float32, because its outputs are multiplied with one another."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.float())
+
+
+def add_pointer_head(model: PreTrainedModel, files: ModelFiles) -> None:
+    """Give a model the head of a decision model that compares options with their question, instead of that of its
+    vocabulary. Raises UsageError, ContentChangedError and ResourceError."""
+    if files.gguf is None:
+        raise UsageError(f"{files.origin}: such a head is read of GGUF files alone")
+    found = read_outside(files.gguf, (POINTER_HEAD, POINTER_BIAS))
+    weight, bias = found[POINTER_HEAD], found.get(POINTER_BIAS)
+    hidden = model.config.get_text_config().hidden_size
+    if weight.shape[1:] != (hidden,) or len(weight) % 2 or (bias is not None and len(bias) != len(weight)):
+        raise UsageError(f"{files.origin}: {POINTER_HEAD} has the shape {list(weight.shape)}\nconvert it again")
+    head = _PointerHead(hidden, len(weight), bias=bias is not None, device="meta")
+    head.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}), assign=True)
+    model.set_output_embeddings(head.requires_grad_(False).to(model.device))
 
 
 _SHARD = "2GB"  # of saved weights, copied in memory at a time while they are written

@@ -96,6 +96,11 @@ class Opened:
     """By type of question those of a model without a layout of its own, by which its answers are divided."""
 
     @property
+    def points(self) -> bool:
+        """Whether the model's answers are read by a head that compares places of a prompt."""
+        return self.layout is not None and self.layout.marker is not None
+
+    @property
     def dtypes(self) -> list[str]:
         """The dtypes of the model, and of the small ones that have their own files."""
         return [dtype_name(each) for each in (self.files, *(own.files for own in self.small if own.narrow is None))]

@@ -658,3 +658,19 @@ def read_all(gguf: GgufModel, model: PreTrainedModel, dtype: torch.dtype) -> dic
         return found
     finally:
         files.close()
+
+
+def read_outside(gguf: GgufModel, names: Sequence[str]) -> dict[str, Tensor]:
+    """Read those of these tensors that a GGUF model has, which are none of its transformers model, in float32. Raises
+    ContentChangedError and ResourceError."""
+    files = WeightFiles(part.path for part in gguf.parts)
+    try:
+        found = {
+            each.name: Stored(each.name, part.path, part.data_start + each.offset, each.shape, Blocks(each.kind))
+            for part in gguf.parts
+            for each in part.tensors
+            if each.name in names
+        }
+        return {name: files.tensor(each, torch.float32) for name, each in found.items()}
+    finally:
+        files.close()

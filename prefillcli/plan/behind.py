@@ -31,7 +31,9 @@ class LabelSet:
     output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
     log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
     is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows. `texts` are the labels of a row
-    that has its own. With `likeliest` there are no labels: as many of the vocabulary's likeliest tokens are read.
+    that has its own. With `likeliest` there are no labels: as many of the vocabulary's likeliest tokens are read. With
+    `pointers` the one sequence is the end of the prompt, and one token more. Each label is read after this many of its
+    tokens, by a head that compares that place with the prompt's end.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
@@ -41,6 +43,7 @@ class LabelSet:
     text_words: int = 0
     texts: tuple[str, ...] = ()
     likeliest: int = 0
+    pointers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -53,7 +56,7 @@ class LabelSet:
         return cls.of([[[*tokens, 0]]])
 
     def __len__(self) -> int:
-        return self.likeliest or len(self.spellings)
+        return self.likeliest or len(self.pointers) or len(self.spellings)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LabelSet) and self.key == other.key)
@@ -68,8 +71,13 @@ class LabelSet:
 
     @property
     def _rest(self) -> tuple[object, ...]:
-        own = [each for each in (self.text_bytes, self.texts, self.likeliest) if each]
+        own = [each for each in (self.text_bytes, self.texts, self.likeliest, self.pointers) if each]
         return (self.by_token, self.sizes, *own)
+
+    def pointed(self, tokens: TokenArray, pointers: Sequence[int]) -> LabelSet:
+        """The same labels, read after these numbers of `tokens`, the end of a prompt."""
+        sequence = np.append(tokens, np.int32(0))  # the last one is not computed
+        return replace(self, spellings=((sequence,),), pointers=tuple(pointers))
 
     def with_texts(self, texts: Sequence[str]) -> LabelSet:
         """The same with the texts of the labels."""
@@ -83,7 +91,7 @@ class LabelSet:
     @cached_property
     def single(self) -> LabelTokens | None:
         """The tokens of labels that are read at their prompt's last token alone; None for others."""
-        if self.by_token or any(len(each) != 1 for each in self.sequences):
+        if self.by_token or self.pointers or any(len(each) != 1 for each in self.sequences):
             return None
         return tuple(tuple(int(each[0]) for each in own) for own in self.spellings)
 
@@ -128,6 +136,13 @@ class LabelSet:
         found = [sums[end - len(own) : end] for own, end in zip(self.spellings, ends, strict=True)]
         return np.array([np.logaddexp.reduce(own) for own in found])
 
+    def places(self, rows: npt.NDArray[np.int64]) -> Places:
+        """Return where it is read, by the `rows` in which the tokens of all `sequences` are: each of them, or the
+        `pointers` and the end."""
+        tokens = np.concatenate(self.sequences)
+        at = [*self.pointers, -1] if self.pointers else slice(None)
+        return Places(rows[at], tokens[at])
+
     def divided(self, logprobs: FloatArray) -> FloatArray:
         """Log-probabilities [labels] divided by the labels' `sizes`."""
         return logprobs if self.sizes is None else logprobs / self.sizes
@@ -163,7 +178,7 @@ def with_labels(pack: Pack, labels: Callable[[int], LabelSet]) -> tuple[Pack, Ma
             made[key] = _Branches(own_sets)
         branches[node] = made[key]
     places = {
-        prompt: Places(rows, np.concatenate(sets[prompt].sequences))
+        prompt: sets[prompt].places(rows)
         for node, prompts in pack.reads
         for prompt, rows in zip(prompts, branches[node].rows, strict=True)
         if sets[prompt].single is None

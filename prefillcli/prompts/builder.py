@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefillcli.errors import UsageError, brief
+from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.encoding import Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.prompts.fitting import default_row_bytes, fit, fit_pair, without_padding
 from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
@@ -351,6 +352,8 @@ class PromptBuilder:
         is_ids = self.template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
         if not self.settings.literal or is_ids:
             return value, None
+        if self._laid_out is not None and self.settings.laid_out is not None:
+            value = self.settings.laid_out.layout.escaped(value)
         try:
             return protect(self._encoder.controls, value, self._typed, joined=joined)
         except NotLiteral as error:
@@ -518,6 +521,7 @@ class PromptBuilder:
         for _ in range(_MOST_CUTS):
             try:
                 following = self._fitting(tokens, following, labels)
+                own, found = self._at_markers(tokens[: len(tokens) - len(following.moved)], following.labels)
             except LabelError as error:
                 return RowError(error.code, str(error).replace("\n", "; "))
             moved, behind = len(following.moved), following.labels.depth
@@ -527,8 +531,7 @@ class PromptBuilder:
             size = len(tokens) - moved + behind
             if size <= limit:
                 self._tell(following)
-                own = tokens[: len(tokens) - moved]
-                return Prompt(raw.row, own, labels=following.labels, truncated=len(tokens) < len(whole))
+                return Prompt(raw.row, own, labels=found, truncated=len(tokens) < len(whole))
             if self._cuts_texts(raw):
                 return size - limit
             fitted = self._fit(whole, behind - moved)
@@ -537,6 +540,11 @@ class PromptBuilder:
             tokens, end = fitted, {raw.row: self._end(raw, whole, fitted)}
             (following,) = self._resolved(batch, labels, end, literal=raw.marks is not None)
         return RowError(ErrorCode.PROMPT_TOO_LONG, f"wherever it is cut, its labels make it longer than {limit}")
+
+    def _at_markers(self, tokens: Int32Array, labels: LabelSet) -> tuple[Int32Array, LabelSet]:
+        # The part of a prompt before the tokens among which the model's layout reads its labels, and these labels.
+        laid_out = self.settings.laid_out
+        return (tokens, labels) if laid_out is None else laid_out.layout.read_at_markers(tokens, labels)
 
     def _fitting(self, tokens: Int32Array, following: Following | LabelError, labels: Labels) -> Following:
         # What can follow a prompt of these tokens. Raises LabelError.

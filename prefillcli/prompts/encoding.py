@@ -443,7 +443,7 @@ def protect(controls: Controls, value: Any, typed: frozenset[str], *, joined: bo
     if not any(controls.may_be_in(text, joined=joined) for text in texts):
         return value, None
     marks = Marks(texts, typed)
-    return _changed(value, lambda text: controls.protect(text, marks)), marks
+    return change_texts(value, lambda text: controls.protect(text, marks)), marks
 
 
 def not_literal(error: NotLiteral) -> RowError:
@@ -498,13 +498,14 @@ def _texts(value: Any) -> Iterator[str]:
         yield repr(value)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value with its texts changed, keys among them. Raises NotLiteral for bytes that would change."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_changed(key, change): _changed(inner, change) for key, inner in value.items()}
+        return {change_texts(key, change): change_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_changed(inner, change) for inner in value]
+        return [change_texts(inner, change) for inner in value]
     if isinstance(value, bytes) and change(repr(value)) != repr(value):
         raise NotLiteral("it is in bytes")
     return value

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from prefillcli.errors import UsageError
-from prefillcli.prompts.encoding import NotLiteral
+from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.encoding import NotLiteral, change_texts
+from prefillcli.prompts.labels import LabelError
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
+from prefillcli.stats.arrays import Int32Array
 
 _TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
 # The most options of the questions that share a temperature, and its name.
 _BUCKETS = ((2, "2"), (5, "3_5"), (10, "6_10"))
 _MOST = "11"
 _LONG_LIST = 8  # items of a list that get their places
+_BLANKS = " \t\n\r"
+_BAR = "\u00a6"
+_SPECIAL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,9 @@ class Layout:
     question, or by that and the number of its options (`choice.3_5`); or they are a `curve` of these: a + b log n, and
     at least the third number. Prompts are `cut` at this text, and each part is tokenised by itself. With
     `numbers_lists` long lists in a state have the places of their items. Not all layouts have `scores`.
+
+    With a `marker` the model compares the hidden state at the prompt's end with those at the tokens of this id. Each
+    option has one, and the `codes` are their numbers. The template takes text alone (`as_text`).
     """
 
     type: str
@@ -45,6 +58,7 @@ class Layout:
     numbers_lists: bool = False
     scores: bool = True
     curve: tuple[float, float, float] | None = None
+    marker: int | None = None
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
@@ -57,9 +71,13 @@ class Layout:
         """Return what the template is told of a question, its options in this order. `given` is the question as a
         request has it, whose values may be any JSON. Raises UsageError for more options than codes."""
         own = {"instructions": question.instructions} if given is None else given
-        listed = [{"key": key, "description": text} for key, text in self._listed(question, given)]
-        options = [listed[at] | {"label": code} for at, code in self._coded(question, order).items()]
-        asked = {"id": question.name, "type": _TYPES[question.type], "instructions": own.get("instructions") or ""}
+        instructions, listed = own.get("instructions") or "", list(self._listed(question, given))
+        if self.marker is not None:
+            instructions = as_text(instructions)
+            listed = [(as_text(key), None if told is None else as_text(told)) for key, told in listed]
+        described = [{"key": key, "description": told} for key, told in listed]
+        options = [described[at] | {"label": code} for at, code in self._coded(question, order).items()]
+        asked = {"id": question.name, "type": _TYPES[question.type], "instructions": instructions}
         return asked | {"options": options, "images": []}
 
     def answered(self, question: Question, order: Sequence[int] | None = None) -> Question:
@@ -90,12 +108,29 @@ class Layout:
 
     def state(self, value: Any) -> Any:
         """Return what the template is told of a state, which may be any JSON."""
+        if self.marker is not None:
+            return as_text(value)
         return _numbered(value) if self.numbers_lists else value
+
+    def escaped(self, value: Any) -> Any:
+        """Return values of a row as the layout's form of text has them."""
+        return value if self.marker is None else change_texts(value, escaped)
 
     def require_uncut(self, values: Any) -> None:
         """Raise NotLiteral if the values have the text at which prompts are cut."""
         if self.cut and self.cut in json.dumps(values, ensure_ascii=False, default=str):
             raise NotLiteral(f"the model's layout is cut at the character U+{ord(self.cut):04X}, which it has")
+
+    def read_at_markers(self, tokens: Int32Array, labels: LabelSet) -> tuple[Int32Array, LabelSet]:
+        """Return the tokens of a prompt up to its first marker, and the labels with the others, among which they are
+        read; without a marker both as they are. Raises LabelError where options have not one marker each."""
+        if self.marker is None:
+            return tokens, labels
+        places = np.flatnonzero(tokens == self.marker)
+        if len(places) != len(labels) or places[-1] == len(tokens) - 1:
+            raise LabelError(f"the prompt has {len(places)} places at which options are read, not {len(labels)}")
+        pointers = tuple((places - places[0]).tolist())
+        return tokens[: places[0] + 1], _pointed(labels, tokens[places[0] + 1 :].tobytes(), pointers)
 
     def _order(self, question: Question, order: Sequence[int] | None) -> Sequence[int]:
         # The numbers of the options in the order in which the prompt has them. A predicate has true, and then false.
@@ -130,6 +165,36 @@ def _temperature(question: Question, temperatures: Mapping[str, float]) -> float
     kind, count = _TYPES[question.type], len(question.options)
     bucket = next((name for most, name in _BUCKETS if count <= most), _MOST)
     return temperatures.get(f"{kind}.{bucket}", temperatures.get(kind, 1.0))
+
+
+@lru_cache(maxsize=4096)  # most prompts of a file end alike, and equal sets are to be one
+def _pointed(labels: LabelSet, tokens: bytes, places: tuple[int, ...]) -> LabelSet:
+    # The labels, whose spellings are the numbers of their markers, read at these places among the tokens.
+    return labels.pointed(np.frombuffer(tokens, np.int32), [places[number] for (number,) in labels.single or ()])
+
+
+def as_text(value: Any) -> str:
+    """Return a JSON value as the text of kev's form, `escaped`."""
+    return escaped(_lines(value, 0))
+
+
+def escaped(text: str) -> str:
+    """Return a text in which special tokens have other letters, by kev's form."""
+    return _SPECIAL.sub(rf"<{_BAR}\1{_BAR}>", text)
+
+
+def _lines(value: Any, depth: int) -> str:
+    # A line for each value; objects and lists are further to the right than what holds them.
+    pad = "  " * depth
+    if isinstance(value, dict):
+        holds = {key: isinstance(each, dict | list) for key, each in value.items()}
+        return "\n".join(
+            f"{pad}{key}:\n{_lines(each, depth + 1)}" if holds[key] else f"{pad}{key}: {_lines(each, 0)}"
+            for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return "\n".join(f"{pad}- {_lines(each, depth + 1).lstrip(_BLANKS)}" for each in value)
+    return "" if value is None else str(value)
 
 
 def _numbered(value: Any) -> Any:

@@ -153,6 +153,13 @@ class Prompt:
         """What distinguishes it from all others of the input."""
         return self.row, self.part
 
+    @property
+    def whole(self) -> Int32Array:
+        """Its tokens, with those that come with its labels because these are read among them."""
+        if not self.labels.pointers:
+            return self.tokens
+        return np.concatenate([self.tokens, self.labels.sequences[0][:-1]])
+
 
 @dataclass(slots=True)
 class Window:

@@ -208,8 +208,9 @@ def _answers(
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
     layers = inputs.opened.files.config.get_text_config().num_hidden_layers
-    asked = NEXT_TOKENS if inputs.opened.files.head is None else 0
-    observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))), next_tokens=asked)
+    points = inputs.opened.points  # a head of hidden states, which reads no tokens and the last layer alone
+    asked = NEXT_TOKENS if inputs.opened.files.head is None and not points else 0
+    observing = Treatment(EarlyExits(observed=() if points else tuple(range(layers - 1))), next_tokens=asked)
     found = answer_requests(loaded.engine, able, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
 

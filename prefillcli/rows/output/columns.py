@@ -220,7 +220,7 @@ class ResultRows(_Rows):
         rows = cls(
             **spread(results, 0),
             schema=schema,
-            prompt_tokens=[sum(len(each.tokens) for each in prompts.get(row, ())) or None for row in numbers.tolist()],
+            prompt_tokens=[sum(len(each.whole) for each in prompts.get(row, ())) or None for row in numbers.tolist()],
             errors=[errors.get(row) for row in numbers.tolist()],
         )
         failed: dict[int, RowError] = {}

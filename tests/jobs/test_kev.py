@@ -1,0 +1,134 @@
+"""Decision models that read each option at a token of its own: the texts of llama.cpp's form of the prompt, and a
+pointer head computed by hand from the hidden states of transformers' own eager forward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoTokenizer
+
+from tests.gguf_files import GgufReference, write_gguf
+from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.models import save_model
+from tests.jobs.test_gguf import QWEN35
+
+TEMPLATE = (
+    "<|fim_prefix|>{{ state }}<|fim_middle|>{{ instructions }}{% for o in options %}<|box_start|>"
+    "{% if type == 'score' %}{% if o.description %}{{ o.description }}{% endif %}{% else %}"
+    "{% if type != 'noul' %}{{ o.key }}{% elif o.key == 'true' %}yes{% else %}no{% endif %}"
+    "{% if o.description %}: {{ o.description }}{% endif %}{% endif %}<|box_end|>{% endfor %}<|fim_suffix|>"
+)
+SPECIAL = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|box_start|>", "<|box_end|>"]
+HEAT = {"choice": 0.5, "noul": 1.5, "score": 0.75}
+WIDTH = 8  # of a query, and of a key
+QUESTIONS: dict[str, Any] = {
+    "route": {"type": "choice", "instructions": "Which team?", "criteria": {"pay": "money", "it": None, "<|hr|>": "x"}},
+    "urgency": {"type": "score", "instructions": {"ask": "How urgent?"}, "criteria": ["low", {"level": ["high", 1.5]}]},
+    "angry": {"type": "noul", "instructions": "Is the customer angry?", "criteria": {"true": "shouts"}},
+}
+STATES: list[Any] = [
+    "I was charged twice. <|box_end|>",
+    {"ticket": "Straße 7", "plan": ["pro", 1.5, True, None], "by": {"name": "Ann", "of": {"a": 1}}},
+    ["a", {"b": "c", "d": "e"}, ["f", "  g"]],
+]
+# Each part as llama.cpp writes it: the texts of these states, and of the questions with their options.
+STATED = [
+    "I was charged twice. <¦box_end¦>",
+    "ticket: Straße 7\nplan:\n  - pro\n  - 1.5\n  - True\n  - \nby:\n  name: Ann\n  of:\n    a: 1",
+    "- a\n- b: c\n  d: e\n- - f\n  - g",
+]
+ASKED = {
+    "route": ("Which team?", ["pay: money", "it", "<¦hr¦>: x"]),
+    "urgency": ("ask: How urgent?", ["low", "level:\n  - high\n  - 1.5"]),
+    "angry": ("Is the customer angry?", ["no", "yes: shouts"]),
+}
+
+
+@pytest.fixture(scope="module")
+def head() -> tuple[np.ndarray, np.ndarray]:
+    """The weight and the bias of a pointer head: queries first."""
+    draw = np.random.default_rng(0)
+    return draw.normal(0, 0.15, (2 * WIDTH, 64)).astype(np.float32), draw.normal(0, 1, 2 * WIDTH).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, head: tuple[np.ndarray, np.ndarray]
+) -> Callable[..., Path]:
+    """Writes a model with a pointer head, unless `tensors` are others."""
+    torch.manual_seed(0)
+    folder = save_model(
+        tmp_path_factory.mktemp("models") / "plain", family="qwen3_5_text",
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        },
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.save_pretrained(folder)
+
+    def write(template: str = TEMPLATE, tensors: dict[str, np.ndarray] | None = None) -> Path:
+        settings = QWEN35 | {"decision.type": "kev"} | {f"decision.temperature.{k}": v for k, v in HEAT.items()}
+        own = {"cls.output.weight": head[0], "cls.output.bias": head[1]} if tensors is None else tensors
+        path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+        return write_gguf(
+            path, folder, architecture="qwen35", kind=Kind.F32, settings=settings, tensors=own, systemone=template
+        )
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def file(made: Callable[..., Path]) -> Path:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def answer(file: Path, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., list[Any]]:
+    """The probabilities of options, close to these, computed by hand."""
+    reference = GgufReference(file)
+    weight, bias = (torch.from_numpy(each) for each in head)
+
+    def answered(state: str, instructions: str, listed: Sequence[str], heat: float) -> list[Any]:
+        boxes = "".join(f"<|box_start|>{each}<|box_end|>" for each in listed)
+        text = f"<|fim_prefix|>{state}<|fim_middle|>{instructions}{boxes}<|fim_suffix|>"
+        ids = torch.tensor(reference.tokenizer(text, add_special_tokens=False).input_ids)
+        with torch.inference_mode():
+            rows = reference._model.model(input_ids=ids[None]).last_hidden_state[0] @ weight.T + bias
+        places = torch.nonzero(ids == reference.token("<|box_end|>"))[:, 0]
+        assert len(places) == len(listed)
+        scores = rows[places, WIDTH:].double() @ rows[-1, :WIDTH].double()
+        return [pytest.approx(each, abs=1e-5) for each in torch.softmax(scores / heat, 0).tolist()]
+
+    return answered
+
+
+def assert_answers(rows: Sequence[dict[str, Any]], answer: Callable[..., list[Any]]) -> None:
+    spread = set()
+    for stated, row in zip(STATED, rows, strict=True):
+        assert row["error"] is None, row
+        found = row["response"]["body"]["answers"]
+        assert list(found["route"]["probabilities"].values()) == answer(stated, *ASKED["route"], 0.5)
+        assert found["urgency"]["score"] == answer(stated, *ASKED["urgency"], 0.75)[1]
+        assert found["angry"]["noul"] == answer(stated, *ASKED["angry"], 1.5)[1]
+        spread.add(round(found["angry"]["noul"], 2))
+    assert len(spread) == len(STATED), "answers must differ enough to tell a wrong one"
+
+
+@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"chunk_tokens": 16, "pack_tokens": 64}], ids=str)
+def test_an_option_is_read_at_its_end_and_the_question_at_the_end_of_the_prompt(
+    file: Path, answer: Callable[..., list[Any]], flags: dict[str, Any]
+) -> None:
+    write_jsonl("in.jsonl", [{"state": state, "questions": QUESTIONS} for state in STATES])
+    assert score("in.jsonl", "out.jsonl", model=file, **flags)["exit_code"] == 0
+    assert_answers(read_output("out.jsonl"), answer)
+    assert read_report("out.run.json")["layout"] == {"type": "kev", "temperatures": HEAT, "curve": None}
