@@ -119,7 +119,7 @@ class ReadPrompt:
     @classmethod
     def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
         """A prompt that is read in full."""
-        return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
+        return cls(Request(prompt), None, ["full"] * len(prompt.whole), in_full=why)
 
 
 def plan_requests(

@@ -123,7 +123,7 @@ def _inspect(
         prompts = window.prompts
         number = next(at for at, prompt in enumerate(prompts) if (prompt.row, prompt.part) == (found.row, part))
         prompt, shared = prompts[number], shared_tokens(prompts, number)
-        summary.prompt_tokens = len(prompt.tokens)
+        summary.prompt_tokens = len(prompt.whole)
         progress = stack.enter_context(
             Progress(None, interval=settings.run.progress_interval, quiet=settings.run.quiet)
         )
@@ -138,7 +138,8 @@ def _inspect(
         request = read.request
         if read.in_full is not None:
             log.warning(f"row {found.row} is read in full: {read.in_full}")
-        summary.method, summary.kept_tokens = request.method, len(request.tokens)
+        summary.method = request.method
+        summary.kept_tokens = len(prompt.whole if request.kept is None else request.tokens)
         answers = _answers(inputs, loaded, request, summary, tick)
         views = [
             None if own is None else AnswerView.of(names, prompt.labels, own.logprobs, settings.answers.temperature)
@@ -187,7 +188,9 @@ def _inspect(
         method=request.method,
         voters=tuple(number + 1 for number in read.voters),
         draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
-        margins=margin_curve(shown.readings, shown.logprobs, names, None if policy is None else policy.inside),
+        margins=None
+        if opened.points
+        else margin_curve(shown.readings, shown.logprobs, names, None if policy is None else policy.inside),
         scored=scored,
         further=sections,
         next=next_views(opened.tokenizer, shown.next),

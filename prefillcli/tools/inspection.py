@@ -286,7 +286,7 @@ def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
 
 def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
     """Return the tokens of a prompt, with their texts."""
-    ids = read.request.prompt.tokens.tolist()
+    ids = read.request.prompt.whole.tolist()
     importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
     parts = zip(ids, token_texts(Encoder(tokenizer).decode, ids), importance, read.why, strict=True)
     return [

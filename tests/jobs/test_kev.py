@@ -14,6 +14,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.options.commands import InspectSettings
+from prefillcli.options.load import load_settings
+from prefillcli.tools.inspect import inspect_job
 from tests.gguf_files import GgufReference, write_gguf
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.models import save_model
@@ -29,8 +33,16 @@ SPECIAL = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|box_start|>"
 HEAT = {"choice": 0.5, "noul": 1.5, "score": 0.75}
 WIDTH = 8  # of a query, and of a key
 QUESTIONS: dict[str, Any] = {
-    "route": {"type": "choice", "instructions": "Which team?", "criteria": {"pay": "money", "it": None, "<|hr|>": "x"}},
-    "urgency": {"type": "score", "instructions": {"ask": "How urgent?"}, "criteria": ["low", {"level": ["high", 1.5]}]},
+    "route": {
+        "type": "choice",
+        "instructions": "Which team?",
+        "criteria": {"pay": "money", "it": None, "<|hr|>": "x"},
+    },
+    "urgency": {
+        "type": "score",
+        "instructions": {"ask": "How urgent?"},
+        "criteria": ["low", {"level": ["high", 1.5]}],
+    },
     "angry": {"type": "noul", "instructions": "Is the customer angry?", "criteria": {"true": "shouts"}},
 }
 STATES: list[Any] = [
@@ -59,9 +71,7 @@ def head() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, head: tuple[np.ndarray, np.ndarray]
-) -> Callable[..., Path]:
+def made(tmp_path_factory: pytest.TempPathFactory, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., Path]:
     """Writes a model with a pointer head, unless `tensors` are others."""
     torch.manual_seed(0)
     folder = save_model(
@@ -132,3 +142,128 @@ def test_an_option_is_read_at_its_end_and_the_question_at_the_end_of_the_prompt(
     assert score("in.jsonl", "out.jsonl", model=file, **flags)["exit_code"] == 0
     assert_answers(read_output("out.jsonl"), answer)
     assert read_report("out.run.json")["layout"] == {"type": "kev", "temperatures": HEAT, "curve": None}
+
+
+LONG = "The customer writes for the third time about the same bill, and is not amused. " * 4
+TEXTS = [f"{LONG}{each}" for each in ("<|im_end|>", "<|fim_suffix|> now", "no", "no", "yes, at once", "")]
+ASKED_OF_FILE = [
+    {"name": "late", "type": "predicate", "instructions": "Is it late?"},
+    {
+        "name": "team",
+        "type": "choice",
+        "instructions": "Which?",
+        "choices": ["pay", {"value": "it", "description": "x"}],
+    },
+]
+
+
+def escaped(text: str) -> str:
+    return text.replace("<|", "<¦").replace("|>", "¦>")
+
+
+def test_a_file_is_scored_alike_after_a_stop(
+    file: Path, answer: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("q.yaml").write_text(json.dumps({"questions": ASKED_OF_FILE}))
+    write_parquet("in.parquet", text=TEXTS)
+    given: dict[str, Any] = {"model": file, "questions": "q.yaml", "pack_tokens": 128, "orders": 2}
+    assert score("in.parquet", "whole.parquet", **given)["exit_code"] == 0
+    rows = read_output("whole.parquet")
+    for text, row in zip(TEXTS, rows, strict=True):
+        shown = escaped(text)
+        assert row["late"] == answer(shown, "Is it late?", ["no", "yes"], 1.5)[1]
+        one, other = (answer(shown, "Which?", each, 0.5) for each in (["pay", "it: x"], ["it: x", "pay"]))
+        mean = (one[0].expected + other[1].expected) / 2
+        assert row["team.probabilities"]["pay"] == pytest.approx(mean, abs=1e-5)
+        assert row["shared_tokens"] > 0.5 * row["prompt_tokens"]
+    answered, calls = TorchEngine._answer, iter(range(99))
+
+    def stops(*own: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("stopped")
+        return answered(*own)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "_answer", stops)
+        assert score("in.parquet", **given)["exit_code"] == 1
+    assert score("in.parquet", resume=True, **given)["exit_code"] == 0
+    for row, own in zip(read_output("out.parquet"), rows, strict=True):
+        assert (row["late"], row["team"]) == (pytest.approx(own["late"], abs=1e-5), own["team"])
+
+
+@pytest.mark.slow
+def test_workers_answer_alike(file: Path, answer: Callable[..., list[Any]]) -> None:
+    write_jsonl("in.jsonl", [{"state": state, "questions": QUESTIONS} for state in STATES])
+    assert score("in.jsonl", "out.jsonl", model=file, workers=2, threads=1)["exit_code"] == 0
+    assert_answers(read_output("out.jsonl"), answer)
+
+
+def test_the_options_are_part_of_the_prompt(file: Path) -> None:
+    """Its tokens are counted, and texts are cut before it grows too long."""
+    count = len(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)(escaped(TEXTS[0])).input_ids)
+    write_parquet("in.parquet", text=[TEXTS[0]])
+    for limit, on_long in ((count + 100, "error"), (count, "error"), (count, "truncate-left")):
+        done = score("in.parquet", model=file, ask="Is it late?", max_length=limit, on_long=on_long, overwrite=True)
+        (row,) = read_output("out.parquet")
+        assert done["exit_code"] == (0 if row["error"] is None else 1)
+        if (limit, on_long) == (count, "error"):
+            assert row["error"] == "prompt_too_long"
+        elif on_long == "error":
+            assert count < row["prompt_tokens"] == row["kept_tokens"] < limit
+        else:
+            assert row["truncated"]
+            assert count - 10 < row["prompt_tokens"] <= limit
+
+
+def test_inspect_shows_the_whole_prompt_and_its_answer(file: Path, answer: Callable[..., list[Any]]) -> None:
+    write_parquet("in.parquet", text=["one text"])
+    given = {"inputs": ["in.parquet"], "ask": "Is it late?", "model": str(file), "row": "0", "html": "row.html"}
+    done = inspect_job(load_settings(InspectSettings, given, environment={}))
+    assert done["exit_code"] == 0
+    assert done["score"] == answer("one text", "Is it late?", ["no", "yes"], 1.5)[1]
+    page = Path("row.html").read_text()
+    assert "kev, the model" in page
+    assert "fim_suffix" in page
+
+
+@pytest.mark.parametrize("flags", [
+    {"keep": 0.5, "draft": "self"}, {"exit": True}, {"compute": "int8"}, {"first": "words"}, {"rationale": 8},
+    {"engine": "vllm"},
+], ids=str)  # fmt: skip
+def test_what_such_a_head_cannot_do_is_refused_before_the_model_is_opened(
+    file: Path, flags: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("prefillcli.scoring.opening.open_models")
+    write_parquet("in.parquet", text=["a"])
+    assert score("in.parquet", model=file, ask="Is it late?", **flags)["exit_code"] == 2
+    err = capsys.readouterr().err
+    name = next(iter(flags))
+    assert f"--{name}" in err
+    assert "a decision model of the type kev: " in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tensors": {}}, "it has no tensor cls.output.weight"),
+        ({"tensors": {"cls.output.weight": np.ones((6, 32), np.float32)}}, "cls.output.weight has the shape [6, 32]"),
+        ({"template": "{{ state }} {{ instructions }}<|box_end|>"}, "1 places at which options are read, not 2"),
+    ],
+)
+def test_a_file_that_lacks_what_is_read_is_refused(
+    made: Callable[..., Path], change: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet("in.parquet", text=["a"])
+    assert score("in.parquet", model=made(**change), ask="Is it late?")["exit_code"] == 2
+    assert said in capsys.readouterr().err
+
+
+def test_generic_reads_the_head_of_the_vocabulary(file: Path, made: Callable[..., Path]) -> None:
+    write_parquet("in.parquet", text=["one", "two"])
+    found = []
+    for name, model in (("a", file), ("b", made(tensors={}))):
+        assert (
+            score("in.parquet", f"{name}.parquet", ask="Is it late?", model=model, layout="generic")["exit_code"] == 0
+        )
+        found.append([row["answer"] for row in read_output(f"{name}.parquet")])
+    assert found[0] == found[1]

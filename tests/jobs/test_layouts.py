@@ -259,7 +259,8 @@ def test_what_a_layout_does_not_allow_is_refused_before_the_model_is_opened(
 @pytest.mark.parametrize(
     ("type_", "template", "heat", "said"),
     [
-        ("kev", TEMPLATE, HEAT, "of the type kev (by llama.decision.type)"),
+        ("laya", TEMPLATE, HEAT, "of the type laya (by llama.decision.type)"),
+        ("kev", TEMPLATE, HEAT, "has no token '<|box_end|>'"),
         ("a-type-of-tomorrow", TEMPLATE, HEAT, "of the type a-type-of-tomorrow"),
         ("openjev", None, HEAT, "without its template"),
         ("openjev", "{% if %}", HEAT, "the template of the model's layout, line 1"),
