@@ -106,6 +106,7 @@ class DecisionAsking(Asking):
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried
         self._answered: Callable[[Question, Order | None], Question] = with_answers
+        self._mirrored = False
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
@@ -115,6 +116,7 @@ class DecisionAsking(Asking):
 
     def labels(self, opened: Opened) -> Labels:
         self._answered = answered_by(opened)
+        self._mirrored = opened.layout is not None and opened.layout.mirrored
         if opened.files.head is not None:
             raise UsageError(
                 "requests with typed questions: the model's classification head is read, which has one answer to a "
@@ -152,16 +154,18 @@ class DecisionAsking(Asking):
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
         request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        return [self._answered(question, order) for question, order in _asked(request, self.settings.asking.orders)]
+        asked = _asked(request, self.settings.asking.orders, mirrored=self._mirrored)
+        return [self._answered(question, order) for question, order in asked]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
         return {FORMAT: "decisions"}
 
 
-def _asked(request: DecisionRequest, orders: int) -> Iterator[tuple[Question, Order]]:
+def _asked(request: DecisionRequest, orders: int, *, mirrored: bool) -> Iterator[tuple[Question, Order]]:
     # What each prompt of a request asks: a question, and the order of its options.
-    return ((question, order) for question in request.questions for order in orders_of(question, orders))
+    for question in request.questions:
+        yield from ((question, order) for order in orders_of(question, orders, mirrored=mirrored))
 
 
 class QuestionChoices(RowChoices):
@@ -240,7 +244,8 @@ class DecisionBuilder(PromptBuilder):
         asked: list[tuple[int, int, str]] = []  # of each prompt the row, its number there, and its question's name
         for at, row, request in self._requests(batch, errors):
             try:
-                forms = [self._form(request, question, order) for question, order in _asked(request, self._orders)]
+                pairs = _asked(request, self._orders, mirrored=self._layout is not None and self._layout.mirrored)
+                forms = [self._form(request, question, order) for question, order in pairs]
             except UsageError as none:  # more options than the layout of the model has codes
                 errors[row] = RowError(ErrorCode.INVALID_REQUEST, str(none))
                 continue

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from prefillcli.asking.forms import Order, with_answers
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
+from prefillcli.models.decision_models import is_mirrored, layout_type
 from prefillcli.options.combinations import given
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.layouts import at_temperature
 from prefillcli.prompts.questions import Question
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
+from prefillcli.rows.proof import gguf_parts
 
 if TYPE_CHECKING:
     from prefillcli.models.open import Opened
@@ -31,10 +34,24 @@ _OF_MARKERS = {
 }
 # Options that say how a prompt is made or answered, which a layout does itself.
 _OF_PROMPTS = ("chat", "system", "thinking", "chat_option", "answer_prefix", "labels", "label_norm", "label_end")
+# Why the orders of a question cannot be chosen.
+MIRRORED = (
+    "the model's own layout asks a choice in two orders, and no other question in several\n"
+    "leave it out, or ask the model like any other with --layout generic"
+)
+
+
+def asks_mirrored(settings: JobSettings) -> bool:
+    """Return whether the model is asked each choice in two orders, by its layout. Raises UsageError if it is
+    damaged."""
+    path = Path(settings.lm.model or "").expanduser()
+    return bool(gguf_parts(path)) and is_mirrored(layout_type(path, settings.lm.layout))
 
 
 def require_own_layout(settings: JobSettings, type_: str) -> None:
     """Raise UsageError for an option that would change the layout of a model of this type."""
+    if is_mirrored(type_) and "orders" in settings.given:
+        raise UsageError(f"--orders {settings.asking.orders}: {MIRRORED}")
     for name in _OF_PROMPTS:
         if name in settings.given:
             raise UsageError(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefillcli.asking.forms import Order, orders_of, text_of, with_answers
+from prefillcli.asking.layouts import MIRRORED
 from prefillcli.asking.requests import typed_question
 from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
@@ -155,11 +156,11 @@ def answers_to(questions: Sequence[AskedQuestion]) -> tuple[AnswerColumns, ...]:
 
 
 def read_questions(
-    path: str, document: str | None = None, option: str = "--questions", orders: int = 1
+    path: str, document: str | None = None, option: str = "--questions", orders: int = 1, *, mirrored: bool = False
 ) -> QuestionFile:
     """Read the file at a path or URL, or the text of one. `document` is the template of documents where it has none,
-    and `orders` the number of orders in which options are listed. Raises UsageError, which names the file, the key and
-    the nearest known one."""
+    and `orders` the number of orders in which options are listed, unless they are `mirrored` (`orders_of`). Raises
+    UsageError, which names the file, the key and the nearest known one."""
     if names_template(path):
         shown = f"{option} {without_secrets(path)}"
         text = utf8_text(option, path, read_given(option, path, most=_MOST_BYTES))
@@ -189,7 +190,12 @@ def read_questions(
     document = document or content.document
     done: list[AskedQuestion] = []
     for each in content.questions:
-        done.append(_checked(each, document, done, shown, orders))
+        found = _checked(each, document, done, shown, orders)
+        if mirrored and found.put:
+            if each.orders is not None:
+                raise UsageError(f"{shown}: question {each.name!r}: orders: {MIRRORED}")
+            found = replace(found, orders=orders_of(found.question, 1, mirrored=True))
+        done.append(found)
     if orders > 1 and not any(len(each.orders) > 1 for each in done):
         raise UsageError(f"--orders {orders}: no question lists its options, as a choice and a score do\nleave it out")
     if content.document is not None and all(each.template is not None for each in content.questions):

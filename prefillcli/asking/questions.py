@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefillcli.asking.forms import QUESTION_END, Order, text_of
-from prefillcli.asking.layouts import answered_by, require_own_layout
+from prefillcli.asking.layouts import answered_by, asks_mirrored, require_own_layout
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -51,7 +51,8 @@ class QuestionAsking(Asking):
         super().__init__(settings)
         self._option = asked = "--ask" if settings.asking.asks_once else "--questions"
         document = None if settings.prompts.template is None else read_template(settings.prompts.template)[0]
-        self.file = read_questions(questions, document, asked, settings.asking.orders)
+        mirrored = asks_mirrored(settings)
+        self.file = read_questions(questions, document, asked, settings.asking.orders, mirrored=mirrored)
         if self.file.further and settings.rationales.evidence:
             raise UsageError(
                 "--evidence: a question with swap or orders has several prompts, which a section changes differently\n"

@@ -57,7 +57,7 @@ def require_readable(model: Path) -> None:
     _layout(_read(model), _folder(model) / CONFIG)
 
 
-def read_decider(model: Path, tokenizer: Any, codes: Mapping[str, int]) -> Layout:
+def read_decider(model: Path, tokenizer: Any, codes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout of a decider model, whose options have these codes. Raises UsageError for a wrong
     `decider_config.json`."""
     file, found = _folder(model) / CONFIG, _read(model)

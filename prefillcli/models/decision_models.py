@@ -6,10 +6,12 @@ file by `<family>.decision.type` (llama.cpp), a folder by a file of its own.
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
@@ -26,22 +28,47 @@ _MOST_CODES = 255
 
 
 class _Kind(NamedTuple):
-    # How a type of model is read: its codes in their order, of which it may lack some that are no single token,
-    # whether a predicate lists true first, and whether a prompt has all questions of its row. Or else the text of the
-    # token at which each option is read.
+    # How a type of model is read: its codes in their order, of which it may lack some that are no single token, the
+    # ways in which each may be spelt, codes that are spelt otherwise, and other fields of its `Layout`. Or else the text
+    # of the token at which each option is read.
     codes: tuple[str, ...]
+    spellings: tuple[str, ...] = ("{}",)
+    own_codes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     all_codes: bool = False
-    true_first: bool = False
-    lists_all: bool = False
+    others: Mapping[str, Any] = MappingProxyType({})
     marker: str = ""
 
 
 _PAIRS = tuple("".join(each) for each in product(string.ascii_uppercase, repeat=2))
 _SHORT = (*string.ascii_uppercase, *_PAIRS)
+_DIGITS, _MARKED = (tuple(f"{at:02}" for at in range(100)), tuple(f"#{at}" for at in range(200)))
 # The types of GGUF files that are read.
 _READ: Mapping[str, _Kind] = {
-    "openjev": _Kind(tuple(string.ascii_uppercase + string.ascii_lowercase), all_codes=True, true_first=True),
-    "nimble": _Kind(_SHORT, lists_all=True),
+    "openjev": _Kind(
+        tuple(string.ascii_uppercase + string.ascii_lowercase), all_codes=True, others={"true_first": True}
+    ),
+    "nimble": _Kind(_SHORT, others={"lists_all": True}),
+    "pplx-decider": _Kind(_SHORT),
+    "lev": _Kind(
+        _SHORT,
+        others={
+            "ratings": 9,
+            "mirrored": True,
+            "sorts_keys": True,
+            "buckets": ((8, "small"), (26, "mid"), (math.inf, "large")),
+        },
+    ),
+    "lfm2-d1": _Kind(
+        (*string.ascii_uppercase, *_DIGITS, *string.ascii_lowercase, *_MARKED, *_PAIRS),
+        spellings=("{}", " {}"),
+        own_codes={
+            "true": ("yes", "Yes", "YES"),
+            "false": ("no", "No", "NO"),
+            **{digit: (digit,) for digit in string.digits},
+            **{f"{at}": (f"{at}", f" {at}") for at in range(100, _MOST_CODES)},
+        },
+        others={"true_first": True},
+    ),
     "kev": _Kind((), marker="<|box_end|>"),
 }
 # A file that only such a model's folder has, and its type.
@@ -92,6 +119,11 @@ def layout_type(model: Path, layout: str) -> str | None:
     return kind if kind in _READ and gguf_parts(model) else None
 
 
+def is_mirrored(type_: str | None) -> bool:
+    """Return whether a model of this type is asked each choice in two orders, the second one backwards."""
+    return type_ in _READ and bool(_READ[type_].others.get("mirrored"))
+
+
 def decision_type(model: Path) -> tuple[str, str] | None:
     """Return the type of the decision model in a folder or GGUF file, and what says so; None for any other model.
     Raises UsageError for a damaged GGUF file."""
@@ -112,7 +144,7 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
     or whose codes its tokenizer does not have."""
     type_ = layout_type(model, "auto")
     if type_ == "decider":
-        return decider.read_decider(model, tokenizer, _codes(tokenizer, _SHORT))
+        return decider.read_decider(model, tokenizer, _codes(tokenizer, _READ["pplx-decider"]))
     if type_ is None:
         return None
     kind, header = _READ[type_], read_gguf_header(gguf_parts(model)[0])
@@ -120,14 +152,21 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
     if not isinstance(template, str):
         raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
     if kind.marker:
-        codes, marker = {str(number): number for number in range(_MOST_CODES)}, _marker(model, tokenizer, kind.marker)
-        return Layout(type_, template, codes, _temperatures(model, header), marker=marker)
-    codes = _codes(tokenizer, kind.codes)
-    if kind.all_codes and len(codes) < len(kind.codes):
-        lost = next(code for code in kind.codes if code not in codes)
+        numbers = {str(number): (number,) for number in range(_MOST_CODES)}
+        marker = _marker(model, tokenizer, kind.marker)
+        return Layout(type_, template, numbers, _temperatures(model, header), marker=marker)
+    codes = _codes(tokenizer, kind)
+    needed = kind.codes if kind.all_codes else kind.codes[: kind.others.get("ratings", 0)]
+    if (lost := next((code for code in needed if code not in codes), None)) is not None:
         raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
-    temperatures = _temperatures(model, header)
-    return Layout(type_, template, codes, temperatures, kind.true_first, kind.lists_all)
+    return Layout(
+        type_,
+        template,
+        codes,
+        _temperatures(model, header),
+        own_codes=_tokens(tokenizer, kind.own_codes),
+        **kind.others,
+    )
 
 
 def _marker(model: Path, tokenizer: Any, text: str) -> int:
@@ -141,10 +180,23 @@ def _marker(model: Path, tokenizer: Any, text: str) -> int:
     return int(tokens[0])
 
 
-def _codes(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
-    # The first codes of these that are single tokens.
-    coded = zip(texts, Encoder(tokenizer).encode(texts, special=False), strict=True)
-    return dict(islice(((code, int(tokens[0])) for code, tokens in coded if len(tokens) == 1), _MOST_CODES))
+def _codes(tokenizer: Any, kind: _Kind) -> dict[str, tuple[int, ...]]:
+    # The codes that a model has, with their tokens: the first ones, but of those with codes of their own all.
+    found = _tokens(tokenizer, {code: [each.format(code) for each in kind.spellings] for code in kind.codes})
+    return found if kind.own_codes else dict(islice(found.items(), _MOST_CODES))
+
+
+def _tokens(tokenizer: Any, spelt: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    # The tokens of each code's spellings that are one. A code that is one of them must be a token itself.
+    encoder, every = Encoder(tokenizer), [text for texts in spelt.values() for text in texts]
+    coded = dict(zip(every, encoder.encode(every, special=False), strict=True))
+    single = {text: int(tokens[0]) for text, tokens in coded.items() if len(tokens) == 1}
+    found = {
+        code: tuple(dict.fromkeys(single[text] for text in texts if text in single))
+        for code, texts in spelt.items()
+        if code in single or code not in texts
+    }
+    return {code: tokens for code, tokens in found.items() if tokens}
 
 
 def _temperatures(model: Path, header: GgufHeader) -> dict[str, float]:

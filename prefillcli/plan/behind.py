@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +20,23 @@ from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, forest_toke
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
 FloatArray = npt.NDArray[np.float64]
+#: How the probabilities of a label's spellings become its own: their sum; that of the likeliest one; or their mean by
+#: rank, where all labels have the same ones, of which a label's first counts 1 and its last 0.
+Rule = Literal["sum", "best", "rating"]
 
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:
     """The token sequences of each label after a prompt. It can be pickled, and equal ones are equal keys.
 
-    `spellings` has for each label its spellings, int32 [tokens] each. A label's probability is the sum of theirs, and
-    a spelling's is the product over its tokens. Outputs of a head stand for tokens: ~number is the complement of an
-    output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
-    log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
-    is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows. `texts` are the labels of a row
-    that has its own. With `likeliest` there are no labels: as many of the vocabulary's likeliest tokens are read. With
-    `pointers` the one sequence is the end of the prompt, and one token more. Each label is read after this many of its
-    tokens, by a head that compares that place with the prompt's end.
+    `spellings` has for each label its spellings, int32 [tokens] each. A label's probability is the sum of theirs
+    unless the `rule` says otherwise, and a spelling's is the product over its tokens. Outputs of a head stand for
+    tokens: ~number is the complement of an output. With `by_token` the numbers of single tokens are wanted too.
+    `sizes` are what the labels' log-probabilities are divided by for their scores; None: they are not. `text_bytes`
+    are those of the one text that is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows.
+    `texts` are the labels of a row that has its own. With `likeliest` there are no labels: as many of the vocabulary's
+    likeliest tokens are read. With `pointers` the one sequence is the end of the prompt, and one token more. Each label
+    is read after this many of its tokens, by a head that compares that place with the prompt's end.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
@@ -44,6 +47,7 @@ class LabelSet:
     texts: tuple[str, ...] = ()
     likeliest: int = 0
     pointers: tuple[int, ...] = ()
+    rule: Rule = "sum"
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -71,7 +75,8 @@ class LabelSet:
 
     @property
     def _rest(self) -> tuple[object, ...]:
-        own = [each for each in (self.text_bytes, self.texts, self.likeliest, self.pointers) if each]
+        rule = self.rule if self.rule != "sum" else None
+        own = [each for each in (self.text_bytes, self.texts, self.likeliest, self.pointers, rule) if each]
         return (self.by_token, self.sizes, *own)
 
     def pointed(self, tokens: TokenArray, pointers: Sequence[int]) -> LabelSet:
@@ -90,10 +95,18 @@ class LabelSet:
 
     @cached_property
     def single(self) -> LabelTokens | None:
-        """The tokens of labels that are read at their prompt's last token alone; None for others."""
+        """The tokens of labels that are read at their prompt's last token alone; None for others. Where a label is no
+        sum they are read one by one."""
         if self.by_token or self.pointers or any(len(each) != 1 for each in self.sequences):
             return None
+        if self.rule != "sum":
+            return tuple((token,) for token in self._places)
         return tuple(tuple(int(each[0]) for each in own) for own in self.spellings)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        # Of each token that is read one by one, its place among these.
+        return {token: at for at, token in enumerate(dict.fromkeys(int(each[0]) for each in self.sequences))}
 
     @cached_property
     def first(self) -> LabelTokens:
@@ -144,12 +157,26 @@ class LabelSet:
         return Places(rows[at], tokens[at])
 
     def divided(self, logprobs: FloatArray) -> FloatArray:
-        """Log-probabilities [labels] divided by the labels' `sizes`."""
+        """Log-probabilities [labels] divided by the labels' `sizes`, by the `logprobs` of what is read: of the labels,
+        or of the single tokens that the `rule` makes labels of."""
+        if self.rule != "sum":
+            by_label = [logprobs[[self._places[int(each[0])] for each in own]] for own in self.spellings]
+            if self.rule == "rating":
+                return self._rated(logprobs, by_label)
+            logprobs = np.array([own.max() for own in by_label])
         return logprobs if self.sizes is None else logprobs / self.sizes
+
+    def _rated(self, logprobs: FloatArray, by_label: Sequence[FloatArray]) -> FloatArray:
+        # The means are of the spellings' shares, and all labels together keep the spellings' mass.
+        heat = 1.0 if self.sizes is None else self.sizes[0]
+        total, mass = np.logaddexp.reduce(logprobs / heat), np.logaddexp.reduce(logprobs)
+        means = [np.linspace(1.0, 0.0, len(own)) @ np.exp(own / heat - total) for own in by_label]
+        with np.errstate(divide="ignore"):
+            return np.asarray(np.log(means) + mass, np.float64)
 
     def whole(self, divided: FloatArray) -> FloatArray:
         """The log-probabilities [labels] that were `divided`."""
-        return divided if self.sizes is None else divided * self.sizes
+        return divided if self.sizes is None or self.rule == "rating" else divided * self.sizes
 
 
 class Places(NamedTuple):

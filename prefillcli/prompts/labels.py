@@ -369,7 +369,7 @@ class Labels:
 
     def _behind(self, asked: Sequence[tuple[PromptEnd, Sequence[Label]]]) -> list[Following | LabelError]:
         # The labels after the end of each prompt.
-        if asked and all(label.token is not None for _, labels in asked for label in labels):
+        if asked and all(label.tokens for _, labels in asked for label in labels):
             return [self._as_tokens(labels) for _, labels in asked]
         spelled = [[self._spelled(label, end) for label in labels] for end, labels in asked]
         texts = [[text for own in each for text in own] for each in spelled]
@@ -384,8 +384,8 @@ class Labels:
 
     def _as_tokens(self, labels: Sequence[Label]) -> Following:
         # The labels that are tokens, after a prompt that ends as it is.
-        spellings = tuple((np.array([label.token], np.int32),) for label in labels)
-        return Following(self._sized(LabelSet(spellings), labels))
+        spellings = LabelSet.of([label.tokens for label in labels])
+        return Following(self._sized(replace(spellings, rule=labels[0].rule), labels))
 
     def _spelled(self, label: Label, end: PromptEnd) -> list[str]:
         # The texts of a label after the end of a prompt.

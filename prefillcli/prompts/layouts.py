@@ -1,7 +1,7 @@
 """Layouts: how a model that was trained for typed decisions is asked a question, and how its answers are read.
 
-The model's own template makes the whole prompt of a question about a state. Each option has a code in it, a token of
-its own, whose logits at the prompt's end are divided by a temperature.
+The model's own template makes the whole prompt of a question about a state. Each option has a code in it, the logits
+of whose tokens are divided by a temperature at the prompt's end.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefillcli.errors import UsageError
-from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.behind import LabelSet, Rule
 from prefillcli.prompts.encoding import NotLiteral, change_texts
 from prefillcli.prompts.labels import LabelError
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
@@ -26,8 +27,7 @@ from prefillcli.stats.arrays import Int32Array
 
 _TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
 # The most options of the questions that share a temperature, and its name.
-_BUCKETS = ((2, "2"), (5, "3_5"), (10, "6_10"))
-_MOST = "11"
+_BUCKETS = ((2, "2"), (5, "3_5"), (10, "6_10"), (math.inf, "11"))
 _LONG_LIST = 8  # items of a list that get their places
 _BLANKS = " \t\n\r"
 _BAR = "\u00a6"
@@ -38,11 +38,15 @@ _SPECIAL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
 class Layout:
     """The layout of a model of this `type`.
 
-    The `codes`, with their tokens, stand for the options in the order in which a prompt has them. A predicate lists
-    `true` first or last. With `lists_all` a prompt has all questions of its row. `temperatures` are by the type of a
-    question, or by that and the number of its options (`choice.3_5`); or they are a `curve` of these: a + b log n, and
-    at least the third number. Prompts are `cut` at this text, and each part is tokenised by itself. With
-    `numbers_lists` long lists in a state have the places of their items. Not all layouts have `scores`.
+    The `codes`, with their tokens, of which the likeliest counts, stand for the options in the order in which a prompt
+    has them. With `own_codes` a predicate, a score and options that are letters have codes of their own, from these or
+    the others. With `ratings` a predicate is answered on a scale of this many codes, from certainly no. A predicate
+    lists `true` first or last. With `mirrored` a choice is asked in two orders, the second one backwards. With
+    `lists_all` a prompt has all questions of its row. `temperatures` are by the type of a question, or by that and the
+    number of its options (`choice.3_5`), as the `buckets` name it; or they are a `curve` of these: a + b log n, and at
+    least the third number. Prompts are `cut` at this text, and each part is tokenised by itself. With `numbers_lists`
+    long lists in a state have the places of their items; with `sorts_keys` the keys of objects in all values are
+    sorted. Not all layouts have `scores`.
 
     With a `marker` the model compares the hidden state at the prompt's end with those at the tokens of this id. Each
     option has one, and the `codes` are their numbers. The template takes text alone (`as_text`).
@@ -50,7 +54,7 @@ class Layout:
 
     type: str
     template: str
-    codes: Mapping[str, int]
+    codes: Mapping[str, tuple[int, ...]]
     temperatures: Mapping[str, float]
     true_first: bool = False
     lists_all: bool = False
@@ -59,11 +63,16 @@ class Layout:
     scores: bool = True
     curve: tuple[float, float, float] | None = None
     marker: int | None = None
+    own_codes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ratings: int = 0
+    mirrored: bool = False
+    buckets: Sequence[tuple[float, str]] = _BUCKETS
+    sorts_keys: bool = False
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
         heats = [*sorted(self.temperatures.items()), self.curve]
-        return [self.type, self.template, [*self.codes.items()], heats]
+        return [self.type, self.template, [*self.codes.items(), *self.own_codes.items()], heats]
 
     def values(
         self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
@@ -78,7 +87,8 @@ class Layout:
         described = [{"key": key, "description": told} for key, told in listed]
         options = [described[at] | {"label": code} for at, code in self._coded(question, order).items()]
         asked = {"id": question.name, "type": _TYPES[question.type], "instructions": instructions}
-        return asked | {"options": options, "images": []}
+        asked |= {"options": options, "images": []}
+        return _sorted(asked) if self.sorts_keys else asked
 
     def answered(self, question: Question, order: Sequence[int] | None = None) -> Question:
         """Return the question with the codes that answer it, its options in this order. Raises UsageError for one with
@@ -88,28 +98,62 @@ class Layout:
                 f"the question {question.name!r} asks for a level, and the model's layout asks for levels one by one, "
                 "which is not read"
             )
-        codes = self._coded(question, order)
         heat = self._temperature(question)
-        answers = []
-        for number, each in enumerate(question.answers):
-            code = codes[number]
-            answers.append(Label(each.name, (code,), heat=heat, token=self.codes[code]))
+        if self.ratings and isinstance(question, Predicate):
+            scale = [*islice(self.codes, self.ratings)]
+            said = [
+                (code, tuple(token for each in codes for token in self.codes[each]))
+                for code, codes in ((scale[-1], scale[::-1]), (scale[0], scale))
+            ]
+            rule: Rule = "rating"
+        else:
+            codes = self._coded(question, order)
+            said = [(codes[at], self._tokens(codes[at])) for at in range(len(question.answers))]
+            rule = "best" if self.own_codes else "sum"
+        answers = (
+            Label(each.name, (code,), heat=heat, tokens=tokens, rule=rule)
+            for each, (code, tokens) in zip(question.answers, said, strict=True)
+        )
         return replace(question, answers=tuple(answers))
 
     def _coded(self, question: Question, order: Sequence[int] | None) -> dict[int, str]:
         # The code of each option by its number, in the order of the prompt. Raises UsageError.
-        if len(question.options) > len(self.codes):
+        numbers, count = self._order(question, order), len(question.options)
+        codes = self._own_codes(question, numbers) if self.own_codes else [*islice(self.codes, count)]
+        if len(codes) < count:
             raise UsageError(
-                f"the question {question.name!r} has {len(question.options)} options, and the model's layout "
-                f"{len(self.codes)} codes"
+                f"the question {question.name!r} has {count} options, and the model's layout {len(codes)} codes"
             )
-        codes = islice(self.codes, len(question.options))
-        return dict(zip(self._order(question, order), codes, strict=True))
+        return dict(zip(numbers, codes, strict=True))
+
+    def _own_codes(self, question: Question, numbers: Sequence[int]) -> list[str]:
+        # The codes of the options with these numbers, as far as there are some: their own, or else the next.
+        if not isinstance(question, Choice):
+            named = ("true", "false") if isinstance(question, Predicate) else map(str, range(len(numbers)))
+            own = [each for each in named if each in self.own_codes]
+            return [own[number] for number in numbers] if len(own) == len(numbers) else own
+        keys = [question.options[number].text for number in numbers]
+        if not all(len(key) == 1 and key in string.ascii_letters for key in keys):
+            few = len(keys) <= len(string.ascii_uppercase)
+            keys = [string.ascii_uppercase[at] if few else f"{at:02}" for at in range(len(keys))]
+        left, found = dict.fromkeys(self.codes), dict[str, None]()
+        for key in keys:
+            able = (key in left or key in self.own_codes) and key not in found
+            if (code := key if able else next(iter(left), None)) is None:
+                break
+            found[code] = None
+            left.pop(code, None)
+        return [*found]
+
+    def _tokens(self, code: str) -> tuple[int, ...]:
+        return self.codes.get(code) or self.own_codes[code]
 
     def state(self, value: Any) -> Any:
         """Return what the template is told of a state, which may be any JSON."""
         if self.marker is not None:
             return as_text(value)
+        if self.sorts_keys:
+            value = _sorted(value)
         return _numbered(value) if self.numbers_lists else value
 
     def escaped(self, value: Any) -> Any:
@@ -152,18 +196,20 @@ class Layout:
         if self.curve is not None:
             level, slope, least = self.curve
             return max(least, level + slope * math.log(len(question.options)))
-        return _temperature(question, self.temperatures)
+        return _temperature(question, self.temperatures, self.buckets)
 
 
 def at_temperature(question: Question, temperatures: Mapping[str, float]) -> Question:
     """Return the question with answers whose log-probabilities are divided by the temperature of its type."""
-    heat = _temperature(question, temperatures)
+    heat = _temperature(question, temperatures, _BUCKETS)
     return replace(question, answers=tuple(each._replace(heat=heat) for each in question.answers))
 
 
-def _temperature(question: Question, temperatures: Mapping[str, float]) -> float:
+def _temperature(
+    question: Question, temperatures: Mapping[str, float], buckets: Sequence[tuple[float, str]]
+) -> float:
     kind, count = _TYPES[question.type], len(question.options)
-    bucket = next((name for most, name in _BUCKETS if count <= most), _MOST)
+    bucket = next(name for most, name in buckets if count <= most)
     return temperatures.get(f"{kind}.{bucket}", temperatures.get(kind, 1.0))
 
 
@@ -195,6 +241,11 @@ def _lines(value: Any, depth: int) -> str:
     if isinstance(value, list):
         return "\n".join(f"{pad}- {_lines(each, depth + 1).lstrip(_BLANKS)}" for each in value)
     return "" if value is None else str(value)
+def _sorted(value: Any) -> Any:
+    # With the keys of all objects sorted.
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [*map(_sorted, value)] if isinstance(value, list) else value
 
 
 def _numbered(value: Any) -> Any:

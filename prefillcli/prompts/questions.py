@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from prefillcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from prefillcli.plan.behind import Rule
 
 Value = str | bool
 MOST_OPTIONS = 255  # of a choice, as in the APIs that ask these questions
@@ -18,14 +21,15 @@ MOST_OPTIONS = 255  # of a choice, as in the APIs that ask these questions
 
 class Label(NamedTuple):
     """An answer. `variants` are its literal spellings; None: what is `said`, or else its name, after a space where one
-    fits. In a model's own layout it is a `token`, whatever the prompt ends in, and its log-probability is divided by
-    `heat`."""
+    fits. In a model's own layout it is one of these `tokens`, whatever the prompt ends in: the `rule` makes one number
+    of them, and the log-probability is divided by `heat`."""
 
     name: str
     variants: tuple[str, ...] | None = None
     said: str | None = None
     heat: float = 1.0
-    token: int | None = None
+    tokens: tuple[int, ...] = ()
+    rule: Rule = "sum"
 
 
 class Option(NamedTuple):

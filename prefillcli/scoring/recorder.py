@@ -243,7 +243,7 @@ class FirstWindow:
         advice, where = _ADVICE[self._labels.measure]
         asked = {own.question.name: own.question for own in self._labels.each}
         if said.question is not None and asked[said.question].instructions:
-            laid_out = any(answer.token is not None for answer in asked[said.question].answers)
+            laid_out = any(answer.tokens for answer in asked[said.question].answers)
             return f"{text}\n{CHECK_LAYOUT if laid_out else _ASKED}"
         where = where if said.question is None else "the file of --questions"
         return f"{text}\n{advice.format(what=what, where=where, it='them')}"
