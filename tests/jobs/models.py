@@ -28,18 +28,19 @@ def save_model(
     hidden: int = 64,
     family: str = "llama",
     classifies: bool = False,
+    words: str = "",
     **sizes: object,
 ) -> Path:
     """Save a model of random weights whose logits spread over a few units, and its tokenizer (BOS first).
 
-    One that `classifies` has a head of sequence classification. `sizes` are further settings of the family's
-    configuration.
+    One that `classifies` has a head of sequence classification. The tokenizer learns the `words` too. `sizes` are
+    further settings of the family's configuration.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        _TEXTS * 20,
+        [*_TEXTS, words] * 20,
         trainers.BpeTrainer(
             vocab_size=VOCABULARY,
             special_tokens=["<s>", "</s>"],

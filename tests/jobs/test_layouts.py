@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from prefillcli.options.load import load_settings
 from prefillcli.tools.inspect import inspect_job
 from tests.gguf_files import GgufReference, write_gguf
 from tests.jobs.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.models import save_model
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
@@ -63,10 +64,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def made(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a model with a type, a template and temperatures."""
 
-    def write(type_: str, template: str | None = TEMPLATE, heat: Mapping[str, float] = HEAT) -> Path:
+    def write(
+        type_: str, template: str | None = TEMPLATE, heat: Mapping[str, float] = HEAT, model: Path = chat_model
+    ) -> Path:
         settings = {"decision.type": type_, **{f"decision.temperature.{name}": each for name, each in heat.items()}}
         path = tmp_path_factory.mktemp("gguf") / "m.gguf"
-        return write_gguf(path, chat_model, kind=Kind.Q8_0, settings=settings, systemone=template)
+        return write_gguf(path, model, kind=Kind.Q8_0, settings=settings, systemone=template)
 
     return write
 
@@ -76,16 +79,26 @@ class Asked:
 
     def __init__(self, file: Path, template: str = TEMPLATE) -> None:
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
         self._template, self._model = environment.from_string(template), GgufReference(file)
 
     def answer(self, heat: float, count: int = 2, *, split: bool = False, **values: Any) -> list[Any]:
         """The probabilities of the first `count` codes, close to these. Control tokens may be `split` as text."""
+        return [pytest.approx(float(each), abs=1e-5) for each in self.shares(heat, count, split=split, **values)]
+
+    def shares(self, heat: float, count: int = 2, *, split: bool = False, **values: Any) -> np.ndarray:
+        """The same as they are."""
+        logprobs = self.logprobs(LETTERS[:count], split=split, **values) / heat
+        shares = np.exp(logprobs - logprobs.max())
+        return np.asarray(shares / shares.sum())
+
+    def logprobs(self, codes: Sequence[str], *, split: bool = False, **values: Any) -> np.ndarray:
+        """The log-probabilities of these codes."""
         text = self._template.render(images=[], **values)
         ids = self._model.tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids
-        logprobs = np.array(self._model.answer(ids, [[code] for code in LETTERS[:count]]).logprobs) / heat
-        shares = np.exp(logprobs - logprobs.max())
-        return [pytest.approx(float(each), abs=1e-5) for each in shares / shares.sum()]
+        found = self._model.answer(ids, [[code] for code in codes])
+        self.mass = found.label_mass  # of all of them
+        return np.array(found.logprobs)
 
 
 def options(**described: Any) -> list[dict[str, Any]]:
@@ -214,6 +227,149 @@ def test_a_layout_may_list_all_questions_of_a_row(made: Callable[..., Path]) -> 
 
 
 CODED = (("one", "two"), ("false", "true"))
+
+
+EVIDENCE = (
+    "{{ '# Evidence\\n' }}{{ state if state is string else state | tojson }}{{ '\\n' }}"
+    "{{ instructions if instructions is string else instructions | tojson }}{{ '\\n' }}"
+    "{% if type == 'noul' %}0 = certainly no ... 8 = certainly yes{% else %}"
+    "{% for o in options %}{{ o.label }}. {{ o.key }} {{ '' if o.description is none else o.description | tojson }}"
+    "{{ '\\n' }}{% endfor %}{% endif %}"
+)
+BANDS = {"choice.small": 0.5, "score.small": 0.75, "noul.small": 1.5, "choice": 3.0, "score": 3.0, "noul": 3.0}
+
+
+def test_lev_reads_choices_in_two_orders_and_predicates_from_ratings(made: Callable[..., Path]) -> None:
+    file = made("lev", EVIDENCE, BANDS)
+    asked = Asked(file, EVIDENCE)
+    state = {"b": 1, "a": {"z": [{"y": 1, "x": 2}], "c": None}}
+    ordered = {"a": {"c": None, "z": [{"x": 2, "y": 1}]}, "b": 1}  # what the model was trained on
+    questions = QUESTIONS | {"deep": {"type": "noul", "instructions": {"z": 1, "a": 2}}}
+    write_jsonl("in.jsonl", [{"state": state, "questions": questions}])
+    assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
+    (row,) = read_output("out.jsonl")
+    found = row["response"]["body"]["answers"]
+    given = {"state": ordered, "type": "choice", "instructions": "Which team?"}
+    listed = [("pay", "money"), ("it", None), ("hr", "x")]
+    orders = [
+        asked.shares(
+            0.5,
+            3,
+            **given,
+            options=[
+                {"label": code, "key": key, "description": told} for code, (key, told) in zip("ABC", each, strict=True)
+            ],
+        )
+        for each in (listed, listed[::-1])
+    ]
+    mean = (orders[0] + orders[1][::-1]) / 2
+    assert list(found["route"]["probabilities"].values()) == pytest.approx(mean, abs=1e-5)
+    listed = [
+        {"label": "A", "key": "0", "description": "low"},
+        {"label": "B", "key": "1", "description": {"level": "high"}},
+    ]
+    own = asked.shares(0.75, state=ordered, type="score", instructions={"ask": "How urgent?"}, options=listed)
+    assert found["urgency"]["score"] == pytest.approx(own[1], abs=1e-5)
+    for name, instructions in (("angry", "Is the customer angry?"), ("deep", {"a": 2, "z": 1})):
+        own = asked.shares(1.5, 9, state=ordered, type="noul", instructions=instructions)
+        assert found[name]["noul"] == pytest.approx(own @ np.arange(9) / 8, abs=1e-5)
+        assert 0.2 < found[name]["noul"] < 0.8
+
+
+def test_questions_of_a_file_are_asked_like_that_too(
+    made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = made("lev", EVIDENCE, BANDS)
+    asked = Asked(file, EVIDENCE)
+    write_parquet("in.parquet", text=["one text", "another text"])
+    questions = [
+        {"name": "kind", "type": "choice", "instructions": "Which?", "choices": ["a", "b", "c"]},
+        {"name": "late", "type": "predicate", "instructions": "Is it late?"},
+    ]
+    Path("q.yaml").write_text(json.dumps({"questions": questions}))
+    assert score("in.parquet", model=file, questions="q.yaml")["exit_code"] == 0
+    for text, row in zip(["one text", "another text"], read_output("out.parquet"), strict=True):
+        orders = [
+            asked.shares(
+                0.5,
+                3,
+                state=text,
+                type="choice",
+                instructions="Which?",
+                options=[
+                    {"label": code, "key": key, "description": None} for code, key in zip("ABC", keys, strict=True)
+                ],
+            )
+            for keys in ("abc", "cba")
+        ]
+        assert list(row["kind.probabilities"].values()) == pytest.approx((orders[0] + orders[1][::-1]) / 2, abs=1e-5)
+        own = asked.shares(1.5, 9, state=text, type="noul", instructions="Is it late?")
+        assert row["late"] == pytest.approx(own @ np.arange(9) / 8, abs=1e-5)
+        # All nine codes, whatever they say of the answer.
+        assert row["late.label_mass"] == pytest.approx(asked.mass, abs=1e-5)
+    capsys.readouterr()
+    questions[0]["orders"] = 2
+    Path("q.yaml").write_text(json.dumps({"questions": questions}))
+    assert score("in.parquet", "other.parquet", model=file, questions="q.yaml")["exit_code"] == 2
+    assert "'kind': orders: the model's own layout asks a choice in two orders" in capsys.readouterr().err
+    assert score("in.parquet", "other.parquet", model=file, ask="Is it late?", orders=1)["exit_code"] == 2
+    assert "--orders 1: the model's own layout asks a choice in two orders" in capsys.readouterr().err
+
+
+SPELT = (
+    "{{ state if state is string else state | tojson(indent=2) }}{{ '\\nQUESTION:\\n' }}{{ instructions }}"
+    "{% if type == 'choice' %}"
+    "{% for o in options %}{{ '\\n' }}{{ o.label }} {{ o.key | replace('_', ' ') }}{% endfor %}"
+    "{% else %}{% for o in options %}{{ '\\n' }}{{ o.key }} {{ o.description }}{% endfor %}{% endif %}{{ '\\n' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with tokens of several spellings."""
+    words = "YES\nNO\n A\n B\n c\n Q\n00\n01\n02\n 00\n 01\n"
+    return save_model(tmp_path_factory.mktemp("models") / "worded", seed=1, words=words)
+
+
+def test_lfm2_d1_reads_the_likeliest_spelling_of_each_answer(made: Callable[..., Path], worded: Path) -> None:
+    file = made("lfm2-d1", SPELT, {}, worded)
+    asked = Asked(file, SPELT)
+    state, criteria = {"a": [1, {"b": None}]}, {"Q": None, "c": "x", "A": None}
+    many = {f"option_{at}": None for at in range(27)}
+    questions = QUESTIONS | {
+        "own": {"type": "choice", "instructions": "Which letter?", "criteria": criteria},
+        "many": {"type": "choice", "instructions": "Which?", "criteria": many},
+    }
+    write_jsonl("in.jsonl", [{"state": state, "questions": questions}])
+    assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
+    (row,) = read_output("out.jsonl")
+    found = row["response"]["body"]["answers"]
+
+    def wanted(groups: Sequence[Sequence[str]], codes: Sequence[str], name: str, **described: Any) -> list[Any]:
+        own = questions[name]
+        listed = [
+            {"label": code, "key": key, "description": told}
+            for code, (key, told) in zip(codes, described.items(), strict=True)
+        ]
+        given = {"state": state, "type": own["type"], "instructions": own["instructions"], "options": listed}
+        every = iter(asked.logprobs([each for group in groups for each in group], **given))
+        best = np.array([max(next(every) for _ in group) for group in groups])
+        return [pytest.approx(float(each), abs=1e-5) for each in np.exp(best) / np.exp(best).sum()]
+
+    words = [["yes", "Yes", "YES"], ["no", "No", "NO"]]
+    own = wanted(words, ["true", "false"], "angry", **{"true": "shouts", "false": None})
+    assert found["angry"]["noul"] == own[0]
+    own = wanted([["0"], ["1"]], "01", "urgency", **{"0": "low", "1": {"level": "high"}})
+    assert found["urgency"]["score"] == own[1]
+    own = wanted([["A", " A"], ["B", " B"], ["C"]], "ABC", "route", pay="money", it=None, hr="x")
+    assert list(found["route"]["probabilities"].values()) == own
+    own = wanted([["Q", " Q"], ["c", " c"], ["A", " A"]], "QcA", "own", **criteria)
+    assert list(found["own"]["probabilities"].values()) == own
+    # Of the two digits the tokenizer has three; other options have the next codes that it has, from A on.
+    codes = ["00", "01", "02", *LETTERS[:24]]
+    groups = [["00", " 00"], ["01", " 01"], ["02"], ["A", " A"], ["B", " B"], *([each] for each in LETTERS[2:24])]
+    groups[codes.index("Q")] = ["Q", " Q"]
+    assert list(found["many"]["probabilities"].values()) == wanted(groups, codes, "many", **many)
 
 
 @pytest.mark.parametrize(("type_", "template", "count"), [("openjev", TEMPLATE, 53), ("nimble", LISTING, 255)])
