@@ -121,7 +121,7 @@ def layout_type(model: Path, layout: str) -> str | None:
 
 def is_mirrored(type_: str | None) -> bool:
     """Return whether a model of this type is asked each choice in two orders, the second one backwards."""
-    return type_ in _READ and bool(_READ[type_].others.get("mirrored"))
+    return type_ is not None and type_ in _READ and bool(_READ[type_].others.get("mirrored"))
 
 
 def decision_type(model: Path) -> tuple[str, str] | None:

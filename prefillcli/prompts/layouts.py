@@ -205,9 +205,7 @@ def at_temperature(question: Question, temperatures: Mapping[str, float]) -> Que
     return replace(question, answers=tuple(each._replace(heat=heat) for each in question.answers))
 
 
-def _temperature(
-    question: Question, temperatures: Mapping[str, float], buckets: Sequence[tuple[float, str]]
-) -> float:
+def _temperature(question: Question, temperatures: Mapping[str, float], buckets: Sequence[tuple[float, str]]) -> float:
     kind, count = _TYPES[question.type], len(question.options)
     bucket = next(name for most, name in buckets if count <= most)
     return temperatures.get(f"{kind}.{bucket}", temperatures.get(kind, 1.0))
