@@ -29,8 +29,8 @@ _MOST_CODES = 255
 
 class _Kind(NamedTuple):
     # How a type of model is read: its codes in their order, of which it may lack some that are no single token, the
-    # ways in which each may be spelt, codes that are spelt otherwise, and other fields of its `Layout`. Or else the text
-    # of the token at which each option is read.
+    # ways in which each may be spelt, codes that are spelt otherwise, and other fields of its `Layout`. Or else the
+    # text of the token at which each option is read.
     codes: tuple[str, ...]
     spellings: tuple[str, ...] = ("{}",)
     own_codes: Mapping[str, tuple[str, ...]] = MappingProxyType({})

@@ -35,8 +35,8 @@ class LabelSet:
     `sizes` are what the labels' log-probabilities are divided by for their scores; None: they are not. `text_bytes`
     are those of the one text that is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows.
     `texts` are the labels of a row that has its own. With `likeliest` there are no labels: as many of the vocabulary's
-    likeliest tokens are read. With `pointers` the one sequence is the end of the prompt, and one token more. Each label
-    is read after this many of its tokens, by a head that compares that place with the prompt's end.
+    likeliest tokens are read. With `pointers` the one sequence is the end of the prompt, and one token more. Each
+    label is read after this many of its tokens, by a head that compares that place with the prompt's end.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]

@@ -239,6 +239,8 @@ def _lines(value: Any, depth: int) -> str:
     if isinstance(value, list):
         return "\n".join(f"{pad}- {_lines(each, depth + 1).lstrip(_BLANKS)}" for each in value)
     return "" if value is None else str(value)
+
+
 def _sorted(value: Any) -> Any:
     # With the keys of all objects sorted.
     if isinstance(value, dict):
