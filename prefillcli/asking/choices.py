@@ -13,7 +13,7 @@ from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import NotLiteral
 from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
-from prefillcli.prompts.questions import Choice, Label
+from prefillcli.prompts.questions import Choice, Label, Readout
 from prefillcli.prompts.settings import PromptSettings, prompt_column
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.input.selection import require_columns
@@ -80,19 +80,19 @@ class RowChoices(Labels):
                 asked.append((at, _labels_of(value)))
             except LabelError as error:
                 found[at] = error
-        after = self._after([(tails[at], literal, labels) for at, labels in asked])
+        after = self._after([(tails[at], literal, Readout(tuple(labels))) for at, labels in asked])
         for (at, labels), own in zip(asked, after, strict=True):
             if isinstance(own, Following):
                 own = own._replace(labels=own.labels.with_texts([each.name for each in labels]))
             found[at] = own
         return found
 
-    def _after(self, asked: Sequence[tuple[str, bool, Sequence[Label]]]) -> list[Following | LabelError]:
+    def _after(self, asked: Sequence[tuple[str, bool, Readout]]) -> list[Following | LabelError]:
         # The tokens of labels after each tail, which may be literal.
         found: list[Following | LabelError] = [LabelError("")] * len(asked)
         able: list[tuple[int, tuple[str, bool]]] = []
-        for at, (tail, literal, labels) in enumerate(asked):
-            texts = [each.name for each in labels] if self._literal else []
+        for at, (tail, literal, read) in enumerate(asked):
+            texts = [each.name for each in read.labels] if self._literal else []
             try:
                 able.append((at, literal_end(self._encoder.controls, tail, texts, literal=literal)))
             except NotLiteral as error:

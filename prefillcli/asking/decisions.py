@@ -12,8 +12,8 @@ import numpy as np
 
 from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
-from prefillcli.asking.forms import QUESTION_END, Order, orders_of, text_of, with_answers
-from prefillcli.asking.layouts import answered_by, require_own_layout
+from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
+from prefillcli.asking.layouts import answered_by, orders_in, require_own_layout
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
@@ -22,8 +22,8 @@ from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks, NotLiteral, not_literal
 from prefillcli.prompts.labels import Following, LabelError, Labels
-from prefillcli.prompts.layouts import LaidOut, Layout
-from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
+from prefillcli.prompts.layouts import LaidOut, Layout, LayoutForm
+from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Readout, Score
 from prefillcli.prompts.settings import PromptSettings
 from prefillcli.prompts.templates import LayoutTemplate, RowTemplate
 from prefillcli.rows.output.batches import BARE, Responses
@@ -106,17 +106,17 @@ class DecisionAsking(Asking):
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried
         self._answered: Callable[[Question, Order | None], Question] = with_answers
-        self._mirrored = False
+        self._form: LayoutForm | None = None
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
 
-    def require_layout(self, type_: str) -> None:
-        require_own_layout(self.settings, type_)
+    def take_layout(self, form: LayoutForm) -> None:
+        require_own_layout(self.settings, form)
+        self._form = form
 
     def labels(self, opened: Opened) -> Labels:
         self._answered = answered_by(opened)
-        self._mirrored = opened.layout is not None and opened.layout.mirrored
         if opened.files.head is not None:
             raise UsageError(
                 "requests with typed questions: the model's classification head is read, which has one answer to a "
@@ -154,7 +154,7 @@ class DecisionAsking(Asking):
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
         request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        asked = _asked(request, self.settings.asking.orders, mirrored=self._mirrored)
+        asked = _asked(request, self.settings.asking.orders, self._form)
         return [self._answered(question, order) for question, order in asked]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
@@ -162,10 +162,9 @@ class DecisionAsking(Asking):
         return {FORMAT: "decisions"}
 
 
-def _asked(request: DecisionRequest, orders: int, *, mirrored: bool) -> Iterator[tuple[Question, Order]]:
+def _asked(request: DecisionRequest, orders: int, form: LayoutForm | None) -> Iterator[tuple[Question, Order]]:
     # What each prompt of a request asks: a question, and the order of its options.
-    for question in request.questions:
-        yield from ((question, order) for order in orders_of(question, orders, mirrored=mirrored))
+    return ((question, order) for question in request.questions for order in orders_in(form, question, orders))
 
 
 class QuestionChoices(RowChoices):
@@ -244,8 +243,8 @@ class DecisionBuilder(PromptBuilder):
         asked: list[tuple[int, int, str]] = []  # of each prompt the row, its number there, and its question's name
         for at, row, request in self._requests(batch, errors):
             try:
-                pairs = _asked(request, self._orders, mirrored=self._layout is not None and self._layout.mirrored)
-                forms = [self._form(request, question, order) for question, order in pairs]
+                asks = _asked(request, self._orders, None if self._layout is None else self._layout.form)
+                forms = [self._form(request, question, order) for question, order in asks]
             except UsageError as none:  # more options than the layout of the model has codes
                 errors[row] = RowError(ErrorCode.INVALID_REQUEST, str(none))
                 continue
@@ -267,21 +266,19 @@ class DecisionBuilder(PromptBuilder):
             prompt.row, prompt.part, prompt.question = asked[prompt.row]
         return [prompt for prompt in prompts if prompt.row not in errors], errors
 
-    def _form(
-        self, request: DecisionRequest, question: Question, order: Order
-    ) -> tuple[Question, Any, Any, tuple[Label, ...]]:
+    def _form(self, request: DecisionRequest, question: Question, order: Order) -> tuple[Question, Any, Any, Readout]:
         # A question, with its document, what is said of it, and the labels that answer it; their names have no part in
         # what is said. Raises UsageError for one that the model's layout has no room for.
-        labels = self._answered(question, order).answers
+        labels, weights = self._answered(question, order).read
         if self._layout is None:
             own = tuple(each._replace(name=each.said or each.name) for each in labels)
-            return question, request.document, text_of(question, order), own
+            return question, request.document, text_of(question, order), Readout(own)
         values = self._layout.values(question, order, request.given.get(question.name))
         if self._layout.lists_all:
             others = (self._layout.values(each, None, request.given.get(each.name)) for each in request.questions)
             values["questions"] = list(others)
         own = tuple(each._replace(name="".join(each.variants or ())) for each in labels)
-        return question, self._layout.state(request.state), values, own
+        return question, self._layout.state(request.state), values, Readout(own, weights)
 
     def _requests(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, int, DecisionRequest]]:
         # The place, the number and the request of each row that is not in `errors`; rows without one are added there.

@@ -16,15 +16,12 @@ QUESTION_END = "\nAnswer:"  # ends a prompt that is no chat
 Order = Sequence[int]  # numbers of a question's options, in the order in which a prompt lists them
 
 
-def orders_of(question: Question, count: int, *, mirrored: bool = False) -> Sequence[Order]:
+def orders_of(question: Question, count: int) -> Sequence[Order]:
     """Return `count` orders of a question's options, or as many as there are: rotations of a choice, and a scale from
-    its lowest and from its highest level. The first is the question's own. With `mirrored`, which is for layouts of
-    models, a choice has a second one, backwards, and nothing else has."""
+    its lowest and from its highest level. The first is the question's own."""
     numbers = range(len(question.options))
     if isinstance(question, Predicate):
         return [numbers]
-    if mirrored:
-        return [numbers, numbers[::-1]] if isinstance(question, Choice) else [numbers]
     if not isinstance(question, Choice):
         return [numbers, numbers[::-1]][:count]
     count = min(count, len(numbers))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from prefillcli.asking.forms import Order, with_answers
+from prefillcli.asking.forms import Order, orders_of, with_answers
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
-from prefillcli.models.decision_models import is_mirrored, layout_type
 from prefillcli.options.combinations import given
 from prefillcli.options.settings import JobSettings
-from prefillcli.prompts.layouts import at_temperature
+from prefillcli.prompts.layouts import LayoutForm, at_temperature
 from prefillcli.prompts.questions import Question
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import Section
-from prefillcli.rows.proof import gguf_parts
 
 if TYPE_CHECKING:
     from prefillcli.models.open import Opened
@@ -41,26 +38,25 @@ MIRRORED = (
 )
 
 
-def asks_mirrored(settings: JobSettings) -> bool:
-    """Return whether the model is asked each choice in two orders, by its layout. Raises UsageError if it is
-    damaged."""
-    path = Path(settings.lm.model or "").expanduser()
-    return bool(gguf_parts(path)) and is_mirrored(layout_type(path, settings.lm.layout))
-
-
-def require_own_layout(settings: JobSettings, type_: str) -> None:
-    """Raise UsageError for an option that would change the layout of a model of this type."""
-    if is_mirrored(type_) and "orders" in settings.given:
+def require_own_layout(settings: JobSettings, form: LayoutForm) -> None:
+    """Raise UsageError for an option that would change the layout of a model."""
+    if form.mirrored and "orders" in settings.given:
         raise UsageError(f"--orders {settings.asking.orders}: {MIRRORED}")
     for name in _OF_PROMPTS:
         if name in settings.given:
             raise UsageError(
-                f"--{name.replace('_', '-')}: the model answers in a layout of its own ({type_})\n"
+                f"--{name.replace('_', '-')}: the model answers in a layout of its own ({form.type})\n"
                 "leave it out, or ask it like any other model with --layout generic"
             )
-    for text, why in _OF_MARKERS.get(type_, {}).items():
+    for text, why in _OF_MARKERS.get(form.type, {}).items():
         if given(settings, text):
-            raise UsageError(f"{text}: the model is a decision model of the type {type_}: {why}\nleave it out")
+            raise UsageError(f"{text}: the model is a decision model of the type {form.type}: {why}\nleave it out")
+
+
+def orders_in(form: LayoutForm | None, question: Question, count: int) -> Sequence[Order]:
+    """Return the orders of a question's options in its prompts: those of the model's layout, or else `count`."""
+    fixed = None if form is None else form.orders(question)
+    return orders_of(question, count) if fixed is None else fixed
 
 
 def answered_by(opened: Opened) -> Callable[[Question, Order | None], Question]:
@@ -86,7 +82,7 @@ class LayoutUse(Finding):
     def of(cls, opened: Opened, asking: Asking) -> Self | None:
         """Return that of a job which asks so; None without one."""
         if (layout := opened.layout) is not None:
-            return cls(type=layout.type, temperatures=dict(layout.temperatures), curve=layout.curve)
+            return cls(type=layout.form.type, temperatures=dict(layout.temperatures), curve=layout.curve)
         heats = dict(opened.temperatures) if asking.typed else {}
         return cls(type=None, temperatures=heats) if heats else None
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefillcli.asking.forms import Order, orders_of, text_of, with_answers
-from prefillcli.asking.layouts import MIRRORED
 from prefillcli.asking.requests import typed_question
 from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
@@ -22,6 +21,7 @@ from prefillcli.options.groups import LabelTexts, LabelValues, as_yaml
 from prefillcli.options.load import reason_of
 from prefillcli.options.plain_yaml import parse_yaml
 from prefillcli.prompts.labels import parse_labels, require_values
+from prefillcli.prompts.layouts import LayoutForm
 from prefillcli.prompts.questions import Choice, Question, Score, typed
 from prefillcli.prompts.templates import is_rendered, names_template
 from prefillcli.rows.filesystems import read_given, utf8_text
@@ -84,6 +84,12 @@ class AskedQuestion:
     swap: tuple[str, ...] | None
 
     orders: Sequence[Order] = ()  # none: the prompt is the user's own
+    apart: bool = False  # whether each of these is one option, about which its prompt asks alone
+
+    @property
+    def first(self) -> Order | None:
+        """The order of its options in its first prompt; None: its own."""
+        return self.orders[0] if self.apart else None
 
     @property
     def put(self) -> bool:
@@ -107,6 +113,16 @@ class QuestionFile:
 
     questions: tuple[AskedQuestion, ...]
     digest: str
+
+    def in_layout(self, form: LayoutForm) -> QuestionFile:
+        """Return them with the prompts that the layout of a model has of each."""
+        asked = [
+            each
+            if (orders := form.orders(each.question)) is None
+            else replace(each, orders=orders, apart=form.asks_apart(each.question))
+            for each in self.questions
+        ]
+        return replace(self, questions=tuple(asked))
 
     @property
     def further(self) -> list[tuple[int, Order | None]]:
@@ -148,7 +164,7 @@ def answers_to(questions: Sequence[AskedQuestion]) -> tuple[AnswerColumns, ...]:
             type=each.question.type,
             options=tuple(option.value for option in each.question.options),
             values=each.question.values,
-            groups=Groups(["orders"] if (count := bool(each.swap) + len(each.orders[1:])) else ()),
+            groups=Groups(["orders"] if (count := bool(each.swap) + len(each.orders[1:])) and not each.apart else ()),
             others=tuple(next(others) for _ in range(count)),
         )
         for each in questions
@@ -156,11 +172,11 @@ def answers_to(questions: Sequence[AskedQuestion]) -> tuple[AnswerColumns, ...]:
 
 
 def read_questions(
-    path: str, document: str | None = None, option: str = "--questions", orders: int = 1, *, mirrored: bool = False
+    path: str, document: str | None = None, option: str = "--questions", orders: int = 1
 ) -> QuestionFile:
     """Read the file at a path or URL, or the text of one. `document` is the template of documents where it has none,
-    and `orders` the number of orders in which options are listed, unless they are `mirrored` (`orders_of`). Raises
-    UsageError, which names the file, the key and the nearest known one."""
+    and `orders` the number of orders in which options are listed. Raises UsageError, which names the file, the key and
+    the nearest known one."""
     if names_template(path):
         shown = f"{option} {without_secrets(path)}"
         text = utf8_text(option, path, read_given(option, path, most=_MOST_BYTES))
@@ -190,12 +206,7 @@ def read_questions(
     document = document or content.document
     done: list[AskedQuestion] = []
     for each in content.questions:
-        found = _checked(each, document, done, shown, orders)
-        if mirrored and found.put:
-            if each.orders is not None:
-                raise UsageError(f"{shown}: question {each.name!r}: orders: {MIRRORED}")
-            found = replace(found, orders=orders_of(found.question, 1, mirrored=True))
-        done.append(found)
+        done.append(_checked(each, document, done, shown, orders))
     if orders > 1 and not any(len(each.orders) > 1 for each in done):
         raise UsageError(f"--orders {orders}: no question lists its options, as a choice and a score do\nleave it out")
     if content.document is not None and all(each.template is not None for each in content.questions):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefillcli.asking.forms import QUESTION_END, Order, text_of
-from prefillcli.asking.layouts import answered_by, asks_mirrored, require_own_layout
+from prefillcli.asking.layouts import MIRRORED, answered_by, require_own_layout
 from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -26,7 +26,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import INSTRUCTIONS, PromptBuilder
 from prefillcli.prompts.labels import Labels
-from prefillcli.prompts.layouts import LaidOut, Layout
+from prefillcli.prompts.layouts import LaidOut, Layout, LayoutForm
 from prefillcli.prompts.settings import DOCUMENT_COLUMNS, PromptSettings
 from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
@@ -51,18 +51,8 @@ class QuestionAsking(Asking):
         super().__init__(settings)
         self._option = asked = "--ask" if settings.asking.asks_once else "--questions"
         document = None if settings.prompts.template is None else read_template(settings.prompts.template)[0]
-        mirrored = asks_mirrored(settings)
-        self.file = read_questions(questions, document, asked, settings.asking.orders, mirrored=mirrored)
-        if self.file.further and settings.rationales.evidence:
-            raise UsageError(
-                "--evidence: a question with swap or orders has several prompts, which a section changes differently\n"
-                "leave one of them out"
-            )
-        if self.file.further and leaves_early(settings):
-            raise UsageError(
-                f"{settings.exits.exit_option}: a question with swap or orders has several prompts, whose flips are "
-                "not those of their mean\nleave one of them out"
-            )
+        self.file = read_questions(questions, document, asked, settings.asking.orders)
+        self._require_whole()
         self.named = self.file.answers
         self._templates: Sequence[QuestionTemplates] = ()
         by_column = any(each.template is None for each in self.file.questions)
@@ -70,6 +60,23 @@ class QuestionAsking(Asking):
             raise UsageError("--prompt-column: each question has a template, which names the columns\nleave it out")
         if settings.prompts.template is not None and not any(each.put for each in self.file.questions):
             raise UsageError("--template: each question of the file has its own\nleave it out")
+
+    def _require_whole(self) -> None:
+        # Raise UsageError for a question of several prompts with an option that needs one.
+        settings, further = self.settings, self.file.further
+        apart = any(each.apart for each in self.file.questions)
+        what = "a score of this model" if apart else "a question with swap or orders"
+        if further and settings.rationales.evidence:
+            raise UsageError(
+                f"--evidence: {what} has several prompts, which a section changes differently\nleave one of them out"
+            )
+        if further and leaves_early(settings):
+            raise UsageError(
+                f"{settings.exits.exit_option}: {what} has several prompts, whose flips are not those of their mean\n"
+                "leave one of them out"
+            )
+        if apart and settings.rationales.rationale:
+            raise UsageError(f"--rationale: {what} has a prompt for each level\nleave one of them out")
 
     @property
     def names(self) -> list[str]:
@@ -105,16 +112,21 @@ class QuestionAsking(Asking):
         each[0].each = each
         return each[0]
 
-    def require_layout(self, type_: str) -> None:
-        require_own_layout(self.settings, type_)
+    def take_layout(self, form: LayoutForm) -> None:
+        require_own_layout(self.settings, form)
         for each in self.file.questions:
             what = "has a template of its own" if not each.put else "differs from row to row" * each.rendered
             if what or each.swap:
                 raise UsageError(
                     f"{self._option}: question {each.name!r} {what or 'exchanges two columns'}, and the model asks in "
-                    f"a layout of its own ({type_})\n"
+                    f"a layout of its own ({form.type})\n"
                     "ask it about a document, or ask the model like any other with --layout generic"
                 )
+            if form.mirrored and len(each.orders) > 1 and each.orders != form.orders(each.question):
+                raise UsageError(f"{self._option}: question {each.name!r}: orders: {MIRRORED}")
+        self.file = self.file.in_layout(form)
+        self.named = self.file.answers
+        self._require_whole()
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
@@ -157,7 +169,7 @@ class QuestionLabels(Labels):
         self.digest = file.digest
         norm, end = settings.answers.label_norm, settings.answers.label_end
         answered, questions = answered_by(opened), [each.question for each in file.questions]
-        first, *others = [answered(question, None) for question in questions]
+        first, *others = [answered(each.question, each.first) for each in file.questions]
         for number, order in file.further:
             own = answered(questions[number], order)
             others.append(own.exchanged if order is None else own)
@@ -215,7 +227,7 @@ class QuestionsBuilder(PromptBuilder):
     ) -> None:
         count = len(file.questions)
         # The number of the question and the order of its options, of each prompt that a builder of its own makes.
-        asked: list[tuple[int, Order | None]] = [(number, None) for number in range(count)]
+        asked: list[tuple[int, Order | None]] = [(number, each.first) for number, each in enumerate(file.questions)]
         asked += [(number, order) for number, order in file.further if order is not None]
         if layout is None:
             first, *others = [_asking(settings, file.questions[at], templates[at], order) for at, order in asked]
@@ -329,15 +341,15 @@ SHARE = 0.5
 class WaitingQuestions(FollowUp):
     """The conditional questions of a file that wait for the answers to others."""
 
-    def __init__(self, file: QuestionFile) -> None:
-        self._prompts = file.waiting
+    def __init__(self, asking: QuestionAsking) -> None:
+        self._asking = asking
 
     def further(self, inputs: Inputs, choice: RowSelection) -> SecondPass | None:
         return choice.condition if isinstance(choice.condition, SecondPass) else None
 
     def condition(self, schema: OutputSchema) -> SecondPass:
         """Return which rows of an output with this schema have questions that wait."""
-        return SecondPass(schema, self._prompts)
+        return SecondPass(schema, self._asking.file.waiting)
 
     def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         return None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from prefillcli.models.open import Opened
     from prefillcli.prompts.builder import PromptBuilder
+    from prefillcli.prompts.layouts import LayoutForm
     from prefillcli.prompts.settings import PromptSettings
     from prefillcli.prompts.templates import RowTemplate
     from prefillcli.rows.output.batches import Responses
@@ -62,11 +63,11 @@ class Asking(ABC):
         where they are not known yet."""
         return None
 
-    def require_layout(self, type_: str) -> None:
-        """Raise UsageError unless what it asks can be asked in the layout of a model of this type, which was trained
-        for typed decisions."""
+    def take_layout(self, form: LayoutForm) -> None:
+        """Ask in the layout of a model that was trained for typed decisions. Raise UsageError unless what it asks can
+        be asked so."""
         raise UsageError(
-            f"the model is a decision model of the type {type_}, which answers typed questions alone\n"
+            f"the model is a decision model of the type {form.type}, which answers typed questions alone\n"
             "ask it with --ask, --questions or requests; --layout generic asks it like any other"
         )
 

@@ -527,10 +527,15 @@ def contextual_calibrations(inputs: Inputs, engine: PlanEngine, tick: Tick) -> l
     for request, found in zip(requests, answer_requests(engine, requests, tick), strict=True):
         if not np.isfinite(found.logprobs.max()) or np.isnan(found.logprobs).any():
             raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {found.logprobs.tolist()}")
-        parts.setdefault(request.prompt.part, []).append(found.logprobs)
+        labels = request.prompt.labels
+        with np.errstate(divide="ignore"):
+            own = np.log(labels.shares(found.logprobs, 1.0)) if labels.weights else found.logprobs
+        parts.setdefault(request.prompt.part, []).append(own)
     return [
         content_free_calibration(
-            own.labels, mean_log_shares([np.stack(parts[part]) for part in (number, *own.others)]), own.name
+            own.labels,
+            mean_log_shares([np.stack(parts[part]) for part in (number, *own.others)], apart=own.apart),
+            own.name,
         )
         for number, own in enumerate(schema.questions)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefillcli.errors import UsageError
 from prefillcli.models.files import quoted, read_json
-from prefillcli.prompts.layouts import Layout
+from prefillcli.prompts.layouts import Layout, LayoutForm
 
 CONFIG = "decider_config.json"
 _TYPES = ("choice", "noul", "score")
@@ -52,9 +52,11 @@ def has_config(model: Path) -> bool:
     return (_folder(model) / CONFIG).is_file()
 
 
-def require_readable(model: Path) -> None:
-    """Raise UsageError for a decider model whose layout is unknown."""
-    _layout(_read(model), _folder(model) / CONFIG)
+def read_form(model: Path) -> LayoutForm:
+    """Return what is known of a decider model's layout before it is opened. Raises UsageError for an unknown one."""
+    found = _read(model)
+    _layout(found, _folder(model) / CONFIG)
+    return LayoutForm("decider", levels_apart=found.get("isolated_levels") is True)
 
 
 def read_decider(model: Path, tokenizer: Any, codes: Mapping[str, tuple[int, ...]]) -> Layout:
@@ -78,13 +80,12 @@ def read_decider(model: Path, tokenizer: Any, codes: Mapping[str, tuple[int, ...
     neutral = _NEUTRAL if found.get("neutralize_none", True) else _AS_IT_IS
     heats, curve = _temperatures(found, file, schema_first=schema_first)
     return Layout(
-        "decider",
+        read_form(model),
         _MACROS + neutral + whole,
         codes,
         heats,
         cut=CUT,
         numbers_lists=True,
-        scores=found.get("isolated_levels") is not True,
         curve=curve,
     )
 

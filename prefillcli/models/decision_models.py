@@ -19,7 +19,7 @@ from prefillcli.models import decider
 from prefillcli.models.files import quoted, read_json
 from prefillcli.models.gguf_header import POINTER_HEAD, GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
-from prefillcli.prompts.layouts import Layout
+from prefillcli.prompts.layouts import Layout, LayoutForm
 from prefillcli.rows.proof import gguf_parts
 
 _PREFIX = "decision."  # of the settings of a GGUF file, after the family
@@ -29,12 +29,13 @@ _MOST_CODES = 255
 
 class _Kind(NamedTuple):
     # How a type of model is read: its codes in their order, of which it may lack some that are no single token, the
-    # ways in which each may be spelt, codes that are spelt otherwise, and other fields of its `Layout`. Or else the
-    # text of the token at which each option is read.
+    # ways in which each may be spelt, codes that are spelt otherwise, whether choices are `mirrored`, and other fields
+    # of its `Layout`. Or else the text of the token at which each option is read.
     codes: tuple[str, ...]
     spellings: tuple[str, ...] = ("{}",)
     own_codes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     all_codes: bool = False
+    mirrored: bool = False
     others: Mapping[str, Any] = MappingProxyType({})
     marker: str = ""
 
@@ -51,9 +52,9 @@ _READ: Mapping[str, _Kind] = {
     "pplx-decider": _Kind(_SHORT),
     "lev": _Kind(
         _SHORT,
+        mirrored=True,
         others={
             "ratings": 9,
-            "mirrored": True,
             "sorts_keys": True,
             "buckets": ((8, "small"), (26, "mid"), (math.inf, "large")),
         },
@@ -95,7 +96,7 @@ def require_layout(model: Path, option: str, layout: str) -> None:
     if (found := decision_type(model)) is None:
         read_temperatures(model)
         return
-    if option == "--model" and layout_type(model, layout) is not None:
+    if option == "--model" and layout_form(model, layout) is not None:
         return
     kind, said_by = found
     read = f"; decider's folders and, of GGUF files, {', '.join(_READ)} are read, as --model"
@@ -106,22 +107,17 @@ def require_layout(model: Path, option: str, layout: str) -> None:
     )
 
 
-def layout_type(model: Path, layout: str) -> str | None:
-    """Return the type of a decision model that is asked in its own layout, because that is read and the `layout` asked
-    for is no other; None for any other model. Raises UsageError for a damaged GGUF file, and for a decider model
-    whose layout is unknown."""
+def layout_form(model: Path, layout: str) -> LayoutForm | None:
+    """Return how a decision model is asked in its own layout, because that is read and the `layout` asked for is no
+    other; None for any other model. Raises UsageError for a damaged GGUF file, and for a decider model whose layout is
+    unknown."""
     if layout == "generic" or (found := decision_type(model)) is None:
         return None
     kind, said_by = found
     if said_by == decider.CONFIG:
-        decider.require_readable(model)
-        return kind
-    return kind if kind in _READ and gguf_parts(model) else None
-
-
-def is_mirrored(type_: str | None) -> bool:
-    """Return whether a model of this type is asked each choice in two orders, the second one backwards."""
-    return type_ is not None and type_ in _READ and bool(_READ[type_].others.get("mirrored"))
+        return decider.read_form(model)
+    known = kind in _READ and gguf_parts(model)
+    return LayoutForm(kind, mirrored=_READ[kind].mirrored) if known else None
 
 
 def decision_type(model: Path) -> tuple[str, str] | None:
@@ -142,25 +138,25 @@ def decision_type(model: Path) -> tuple[str, str] | None:
 def read_layout(model: Path, tokenizer: Any) -> Layout | None:
     """Return the layout of a decision model; None for any other model. Raises UsageError for one that is incomplete,
     or whose codes its tokenizer does not have."""
-    type_ = layout_type(model, "auto")
-    if type_ == "decider":
-        return decider.read_decider(model, tokenizer, _codes(tokenizer, _READ["pplx-decider"]))
-    if type_ is None:
+    form = layout_form(model, "auto")
+    if form is None:
         return None
-    kind, header = _READ[type_], read_gguf_header(gguf_parts(model)[0])
+    if form.type == "decider":
+        return decider.read_decider(model, tokenizer, _codes(tokenizer, _READ["pplx-decider"]))
+    kind, header = _READ[form.type], read_gguf_header(gguf_parts(model)[0])
     template = header.fields.get(_TEMPLATE)
     if not isinstance(template, str):
         raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
     if kind.marker:
         numbers = {str(number): (number,) for number in range(_MOST_CODES)}
         marker = _marker(model, tokenizer, kind.marker)
-        return Layout(type_, template, numbers, _temperatures(model, header), marker=marker)
+        return Layout(form, template, numbers, _temperatures(model, header), marker=marker)
     codes = _codes(tokenizer, kind)
     needed = kind.codes if kind.all_codes else kind.codes[: kind.others.get("ratings", 0)]
     if (lost := next((code for code in needed if code not in codes), None)) is not None:
         raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
     return Layout(
-        type_,
+        form,
         template,
         codes,
         _temperatures(model, header),

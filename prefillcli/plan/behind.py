@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, forest_tokens, token_order
+from prefillcli.stats.labels import read_out
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
@@ -36,7 +37,8 @@ class LabelSet:
     are those of the one text that is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows.
     `texts` are the labels of a row that has its own. With `likeliest` there are no labels: as many of the vocabulary's
     likeliest tokens are read. With `pointers` the one sequence is the end of the prompt, and one token more. Each
-    label is read after this many of its tokens, by a head that compares that place with the prompt's end.
+    label is read after this many of its tokens, by a head that compares that place with the prompt's end. `weights`
+    say how a question's options follow from the labels (`stats.labels.read_out`).
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
@@ -48,6 +50,7 @@ class LabelSet:
     likeliest: int = 0
     pointers: tuple[int, ...] = ()
     rule: Rule = "sum"
+    weights: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -76,7 +79,8 @@ class LabelSet:
     @property
     def _rest(self) -> tuple[object, ...]:
         rule = self.rule if self.rule != "sum" else None
-        own = [each for each in (self.text_bytes, self.texts, self.likeliest, self.pointers, rule) if each]
+        every = (self.text_bytes, self.texts, self.likeliest, self.pointers, rule, self.weights)
+        own = [each for each in every if each]
         return (self.by_token, self.sizes, *own)
 
     def pointed(self, tokens: TokenArray, pointers: Sequence[int]) -> LabelSet:
@@ -173,6 +177,11 @@ class LabelSet:
         means = [np.linspace(1.0, 0.0, len(own)) @ np.exp(own / heat - total) for own in by_label]
         with np.errstate(divide="ignore"):
             return np.asarray(np.log(means) + mass, np.float64)
+
+    def shares(self, divided: FloatArray, temperature: float) -> FloatArray:
+        """The probabilities of the question's options, by the labels' log-probabilities [labels] that were
+        `divided`."""
+        return read_out(divided, temperature, self.weights)
 
     def whole(self, divided: FloatArray) -> FloatArray:
         """The log-probabilities [labels] that were `divided`."""

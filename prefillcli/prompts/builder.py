@@ -554,7 +554,7 @@ class PromptBuilder:
         if moved and (len(tokens) <= len(moved) or tokens[-len(moved) :].tolist() != moved):
             raise LabelError("the white space at the prompt's end is not tokenised as its text alone", labels.fault)
         if self._may_exceed_vocabulary:
-            for name, own in zip(following.labels.texts or labels.names, following.labels.spellings, strict=False):
+            for name, own in zip(following.labels.texts or labels.read, following.labels.spellings, strict=False):
                 most = max(int(each.max()) for each in own)
                 if most >= self.settings.vocab_size:
                     (token,) = self._encoder.tokens([most])

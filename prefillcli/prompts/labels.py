@@ -15,7 +15,7 @@ from prefillcli.errors import UsageError, counted
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.prompts.encoding import Controls, Encoder
 from prefillcli.prompts.lists import split_list
-from prefillcli.prompts.questions import Label, Question, typed
+from prefillcli.prompts.questions import Label, Question, Readout, typed
 from prefillcli.rows.records import ErrorCode, Window
 from prefillcli.stats.arrays import Int32Array
 from prefillcli.stats.labels import Measure
@@ -309,6 +309,11 @@ class Labels:
         return self.question.names
 
     @property
+    def read(self) -> tuple[str, ...]:
+        """The names of the labels that are read after its prompt."""
+        return tuple(label.name for label in self.question.read.labels)
+
+    @property
     def asked(self) -> tuple[Labels, ...]:
         """The labels after each prompt of a row."""
         return self.each or (self,)
@@ -360,15 +365,22 @@ class Labels:
     def _resolve_new(self, keys: Sequence[tuple[Any, ...]]) -> list[Following | LabelError]:
         # For the tail and whether it is literal, followed by the values of columns.
         ends = prompt_ends(self._encoder, [(tail, literal) for tail, literal, *_ in keys])
-        return self._behind([(end, self.labels) for end in ends])
+        return self._behind([(end, self.question.read) for end in ends])
 
     def _shared(self, found: Following | LabelError) -> Following | LabelError:
         if isinstance(found, LabelError):
             return found
         return found._replace(labels=self._known.setdefault(found.labels, found.labels))
 
-    def _behind(self, asked: Sequence[tuple[PromptEnd, Sequence[Label]]]) -> list[Following | LabelError]:
+    def _behind(self, asked: Sequence[tuple[PromptEnd, Readout]]) -> list[Following | LabelError]:
         # The labels after the end of each prompt.
+        found = self._spelt([(end, read.labels) for end, read in asked])
+        for at, (own, (_, read)) in enumerate(zip(found, asked, strict=True)):
+            if read.weights and isinstance(own, Following):
+                found[at] = own._replace(labels=replace(own.labels, weights=read.weights))
+        return found
+
+    def _spelt(self, asked: Sequence[tuple[PromptEnd, Sequence[Label]]]) -> list[Following | LabelError]:
         if asked and all(label.tokens for _, labels in asked for label in labels):
             return [self._as_tokens(labels) for _, labels in asked]
         spelled = [[self._spelled(label, end) for label in labels] for end, labels in asked]

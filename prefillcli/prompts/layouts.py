@@ -22,7 +22,7 @@ from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet, Rule
 from prefillcli.prompts.encoding import NotLiteral, change_texts
 from prefillcli.prompts.labels import LabelError
-from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
+from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Readout, Score
 from prefillcli.stats.arrays import Int32Array
 
 _TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
@@ -32,27 +32,53 @@ _LONG_LIST = 8  # items of a list that get their places
 _BLANKS = " \t\n\r"
 _BAR = "\u00a6"
 _SPECIAL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
+# How decider asks whether a level fits, and what it asks where there are no instructions.
+_FITS = "{}\nProposed answer: {}\nDoes the proposed answer fit?"
+_UNASKED = "Which answer fits the context?"
+_NUMBERED = re.compile(r"^\s*-?\d+\s*:\s*")  # a level with its number before it
+
+
+class LayoutForm(NamedTuple):
+    """What is known of a layout before its model is opened: the `type` of the model, and how some questions are asked
+    in several prompts. With `levels_apart` each level of a score has a prompt of its own, which asks whether it fits.
+    With `mirrored` a choice is asked in two orders, the second one backwards, and nothing else is."""
+
+    type: str
+    levels_apart: bool = False
+    mirrored: bool = False
+
+    def asks_apart(self, question: Question) -> bool:
+        """Return whether each of its options has a prompt of its own."""
+        return self.levels_apart and isinstance(question, Score)
+
+    def orders(self, question: Question) -> Sequence[Sequence[int]] | None:
+        """Return the options of each of its prompts, in their order; None: as the user wants it."""
+        numbers = range(len(question.options))
+        if self.asks_apart(question):
+            return [(number,) for number in numbers]
+        if self.mirrored:
+            return [numbers, numbers[::-1]] if isinstance(question, Choice) else [numbers]
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a model of this `type`.
+    """A layout of this `form`.
 
     The `codes`, with their tokens, of which the likeliest counts, stand for the options in the order in which a prompt
     has them. With `own_codes` a predicate, a score and options that are letters have codes of their own, from these or
     the others. With `ratings` a predicate is answered on a scale of this many codes, from certainly no. A predicate
-    lists `true` first or last. With `mirrored` a choice is asked in two orders, the second one backwards. With
-    `lists_all` a prompt has all questions of its row. `temperatures` are by the type of a question, or by that and the
-    number of its options (`choice.3_5`), as the `buckets` name it; or they are a `curve` of these: a + b log n, and at
-    least the third number. Prompts are `cut` at this text, and each part is tokenised by itself. With `numbers_lists`
-    long lists in a state have the places of their items; with `sorts_keys` the keys of objects in all values are
-    sorted. Not all layouts have `scores`.
+    lists `true` first or last. With `lists_all` a prompt has all questions of its row. `temperatures` are by the type
+    of a question, or by that and the number of its options (`choice.3_5`), as the `buckets` name it; or they are a
+    `curve` of these: a + b log n, and at least the third number. Prompts are `cut` at this text, and each part is
+    tokenised by itself. With `numbers_lists` long lists in a state have the places of their items; with `sorts_keys`
+    the keys of objects in all values are sorted.
 
     With a `marker` the model compares the hidden state at the prompt's end with those at the tokens of this id. Each
     option has one, and the `codes` are their numbers. The template takes text alone (`as_text`).
     """
 
-    type: str
+    form: LayoutForm
     template: str
     codes: Mapping[str, tuple[int, ...]]
     temperatures: Mapping[str, float]
@@ -60,25 +86,25 @@ class Layout:
     lists_all: bool = False
     cut: str = ""
     numbers_lists: bool = False
-    scores: bool = True
     curve: tuple[float, float, float] | None = None
     marker: int | None = None
     own_codes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ratings: int = 0
-    mirrored: bool = False
     buckets: Sequence[tuple[float, str]] = _BUCKETS
     sorts_keys: bool = False
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
         heats = [*sorted(self.temperatures.items()), self.curve]
-        return [self.type, self.template, [*self.codes.items(), *self.own_codes.items()], heats]
+        return [*self.form, self.template, [*self.codes.items(), *self.own_codes.items()], heats]
 
     def values(
         self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return what the template is told of a question, its options in this order. `given` is the question as a
         request has it, whose values may be any JSON. Raises UsageError for more options than codes."""
+        if self.form.asks_apart(question):
+            question, order, given = self._fits(question, order or (0,), given), None, None
         own = {"instructions": question.instructions} if given is None else given
         instructions, listed = own.get("instructions") or "", list(self._listed(question, given))
         if self.marker is not None:
@@ -92,12 +118,9 @@ class Layout:
 
     def answered(self, question: Question, order: Sequence[int] | None = None) -> Question:
         """Return the question with the codes that answer it, its options in this order. Raises UsageError for one with
-        more options than codes, or of a type that the layout lacks."""
-        if not self.scores and isinstance(question, Score):
-            raise UsageError(
-                f"the question {question.name!r} asks for a level, and the model's layout asks for levels one by one, "
-                "which is not read"
-            )
+        more options than codes."""
+        if self.form.asks_apart(question):
+            return self._apart(question, order or (0,))
         heat = self._temperature(question)
         if self.ratings and isinstance(question, Predicate):
             scale = [*islice(self.codes, self.ratings)]
@@ -115,6 +138,21 @@ class Layout:
             for each, (code, tokens) in zip(question.answers, said, strict=True)
         )
         return replace(question, answers=tuple(answers))
+
+    def _apart(self, question: Question, order: Sequence[int]) -> Question:
+        # The question where its prompt asks whether one option fits: its probability is that of yes.
+        fits = self.answered(self._fits(question, order, None))
+        heat = _temperature(question, self.temperatures, self.buckets) if self.curve is None else fits.answers[0].heat
+        weights = tuple(float(number == order[0]) for number in range(len(question.options)))
+        labels = tuple(label._replace(heat=heat) for label in fits.answers)
+        return replace(question, readout=Readout(labels, (weights, (0.0,) * len(weights))))
+
+    def _fits(self, question: Question, order: Sequence[int], given: Mapping[str, Any] | None) -> Predicate:
+        # The question whether its option of this number fits, without a number before it.
+        told = [text for _, text in self._listed(question, given)][order[0]]
+        asked = question.instructions if given is None else given.get("instructions") or ""
+        level = _NUMBERED.sub("", _as_text(told))
+        return Predicate(_FITS.format(_as_text(asked or _UNASKED), level), name=question.name)
 
     def _coded(self, question: Question, order: Sequence[int] | None) -> dict[int, str]:
         # The code of each option by its number, in the order of the prompt. Raises UsageError.
@@ -263,6 +301,10 @@ class LaidOut(NamedTuple):
 
     layout: Layout
     values: Mapping[str, Any]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _described(option: Option) -> str:

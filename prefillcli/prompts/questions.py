@@ -32,6 +32,14 @@ class Label(NamedTuple):
     rule: Rule = "sum"
 
 
+class Readout(NamedTuple):
+    """The labels that a prompt asks for, where a question's answers only follow from these: each label's probability
+    goes to the answers by its `weights` [labels][answers]. Without any, the labels are the answers."""
+
+    labels: tuple[Label, ...]
+    weights: tuple[tuple[float, ...], ...] = ()
+
+
 class Option(NamedTuple):
     """One of the things that an answer may say: its value, and a description for the model."""
 
@@ -53,13 +61,19 @@ class Question:
     """A question about a row. `instructions` say what is asked; without any, the prompt asks by itself.
 
     `name` tells it from others about the same row. `answers` are what the model may say, in the order of `options`;
-    without any they follow from the options.
+    without any they follow from the options. With a `readout` the model says something else.
     """
 
     type: ClassVar[str] = ""
     instructions: str = ""
     name: str = field(default="", kw_only=True)
     answers: tuple[Label, ...] = field(default=(), kw_only=True)
+    readout: Readout | None = field(default=None, kw_only=True)
+
+    @property
+    def read(self) -> Readout:
+        """The labels that its prompt asks for."""
+        return self.readout or Readout(self.answers)
 
     @property
     def options(self) -> tuple[Option, ...]:

@@ -169,7 +169,7 @@ def _follow_ups(
         and settings.engine.engine == "torch"
     )
     if isinstance(asking, QuestionAsking) and scores:
-        return (WaitingQuestions(asking.file),) if asking.file.waiting else ()
+        return (WaitingQuestions(asking),) if asking.file.waiting else ()
     return ()
 
 

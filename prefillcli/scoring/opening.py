@@ -14,7 +14,7 @@ from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.inputs import ALL_COLUMNS, Inputs, OpenRows, open_source
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
 from prefillcli.judging.calibration import content_free_prompts
-from prefillcli.models.decision_models import layout_type, require_layout
+from prefillcli.models.decision_models import layout_form, require_layout
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, asks_typed, local_model, small_models
 from prefillcli.options.combinations import given
@@ -58,8 +58,8 @@ def open_rows(settings: JobSettings, carried: Sequence[str | None] = ()) -> tupl
             f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
         )
     models = local_models(settings)
-    if models and (type_ := layout_type(models[0], settings.lm.layout)) is not None:
-        asking.require_layout(type_)
+    if models and (form := layout_form(models[0], settings.lm.layout)) is not None:
+        asking.take_layout(form)
     require_engine(settings.engine.engine)
     for path in source.left_out:
         log.warning(f"{without_secrets(path)}: not read: by its name no Parquet, JSON Lines or CSV")
@@ -149,7 +149,7 @@ def labels_of(settings: JobSettings, parts: Parts, opened: Opened, labels: Label
         settings.take_encoder(opened.files.origin)
         log.info(f"{opened.files.origin}: an encoder, scored in padded batches by transformers (--engine hf)")
     if opened.layout is not None:  # of a name on the hub; else it is known already
-        parts.asking.require_layout(opened.layout.type)
+        parts.asking.take_layout(opened.layout.form)
     found = parts.asking.labels(opened) if labels is None else labels
     if checks_outputs(settings):
         require_label_uses(settings, found)

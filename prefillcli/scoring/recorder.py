@@ -221,7 +221,7 @@ class FirstWindow:
             return text, f"the target, with a log-probability of {logprobs[0]:.4f}"
         shares = label_probabilities(logprobs, self._temperature)
         best = int(shares.argmax())
-        return text, f"{(prompt.labels.texts or labels.names)[best]}, with a probability of {shares[best]:.4f}"
+        return text, f"{(prompt.labels.texts or labels.read)[best]}, with a probability of {shares[best]:.4f}"
 
     def _warning(self, said: FirstAnswers) -> str:
         noun = {Measure.CHOICES: "choices", Measure.LIKELIHOOD: "targets"}.get(self._labels.measure, "labels")
@@ -243,7 +243,7 @@ class FirstWindow:
         advice, where = _ADVICE[self._labels.measure]
         asked = {own.question.name: own.question for own in self._labels.each}
         if said.question is not None and asked[said.question].instructions:
-            laid_out = any(answer.tokens for answer in asked[said.question].answers)
+            laid_out = any(answer.tokens for answer in asked[said.question].read.labels)
             return f"{text}\n{CHECK_LAYOUT if laid_out else _ASKED}"
         where = where if said.question is None else "the file of --questions"
         return f"{text}\n{advice.format(what=what, where=where, it='them')}"

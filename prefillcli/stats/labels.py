@@ -59,6 +59,21 @@ def label_mass(logprobs: Float64Array) -> Float64Array:
     return np.asarray(np.minimum(np.exp(logprobs).sum(axis=-1), 1.0), np.float64)
 
 
+def read_out(logprobs: Float64Array, temperature: float, weights: Sequence[Sequence[float]] = ()) -> Float64Array:
+    """Return the probabilities of a question's options, float64 [..., options], by those of the labels that a prompt
+    asks for [..., labels]: a label's probability goes to the options by its `weights` [labels][options]; without any,
+    labels are options."""
+    shares = label_probabilities(logprobs, temperature)
+    return np.asarray(shares @ np.array(weights, np.float64)) if weights else shares
+
+
+def normalised(shares: Float64Array) -> Float64Array:
+    """Return shares [..., options] that add up to 1; all alike where each is 0."""
+    total = shares.sum(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.where(total == 0, 1 / shares.shape[-1], shares / total))
+
+
 LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability is 0
 
 
@@ -69,7 +84,10 @@ def log_shares_of(logprobs: Float64Array) -> Float64Array:
     return np.asarray(np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG), np.float64)
 
 
-def mean_log_shares(answers: Sequence[Float64Array]) -> Float64Array:
+def mean_log_shares(answers: Sequence[Float64Array], *, apart: bool = False) -> Float64Array:
     """Return the logarithm of each label's mean probability among the labels, float64 [rows, labels], over several
-    `answers` [rows, labels] in log-probabilities."""
+    `answers` [rows, labels] in log-probabilities; of those that tell one label each, `apart`."""
+    if apart:
+        with np.errstate(invalid="ignore"):
+            return log_shares_of(np.logaddexp.reduce(list(answers)))
     return np.asarray(np.logaddexp.reduce([log_shares_of(each) for each in answers]) - np.log(len(answers)))

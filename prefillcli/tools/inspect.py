@@ -40,7 +40,7 @@ from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import further_questions
 from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.arrays import Float64Array
-from prefillcli.stats.labels import label_probabilities
+from prefillcli.stats.labels import normalised, read_out
 from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,
@@ -113,7 +113,7 @@ def _inspect(
                 raise no_score(found.row, found.id, window.errors[found.row])
             asked = _asked(inputs, window, found.row)
             part = _part(settings, asked)
-            names = asked[part].names
+            names = [label.name for label in asked[part].read.labels]
             policy = inspected_policies(settings.exit_profile.exit_profile, opened, every).get(asked[part].name)
             further = further_questions(inputs, parts)
             if further is not None:
@@ -288,13 +288,15 @@ def _every_answer(answers: Mapping[int, ScoredRow], asked: Sequence[Question], t
     # The answer to each question of a row; of several orders the mean.
     found: dict[str, list[Float64Array]] = {}
     for part, own in answers.items():
-        found.setdefault(asked[part].name, []).append(label_probabilities(own.logprobs, temperature))
+        question = asked[part]
+        found.setdefault(question.name, []).append(read_out(own.logprobs, temperature, question.read.weights))
     rows = [["question", "answer", "probability"]]
     for name, each in found.items():
-        shares = np.mean(each, axis=0)
+        shares = normalised(np.mean(each, axis=0))
         names = next(question.names for question in asked if question.name == name)
         rows.append([name, names[int(shares.argmax())], f"{shares.max():.4g}"])
-    note = "Of all prompts of the row, read in full; of a question in several orders, the mean."
+    note = "Of all prompts of the row, read in full; of a question in several orders, the mean. Levels that are asked "
+    note += "about one by one have shares of the sum."
     return Section(title="All questions", parts=[Part(table=rows, words=(0, 1), note=note)])
 
 

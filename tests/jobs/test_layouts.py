@@ -18,7 +18,8 @@ from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.inspect import inspect_job
 from tests.gguf_files import GgufReference, write_gguf
-from tests.jobs.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.answers import confidence_of
+from tests.jobs.jobs import Answer, Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.models import save_model
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -463,6 +464,102 @@ def test_a_decider_model_reads_context_and_question_apart(decider: Callable[...,
     assert "U+E0FE" in second["error_detail"]
 
 
+class Levels:
+    """A decider model with `isolated_levels`, as its authors ask it for a score: whether each level fits."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reference = Reference(folder)
+
+    def answers(self, state: str, asked: str, levels: list[str]) -> list[Answer]:
+        """To each level, Yes first."""
+        context = self._reference.ids(f"Context:\n{state}", special=False)
+        found = []
+        for level in levels:
+            fits = f"{asked}\nProposed answer: {level}\nDoes the proposed answer fit?"
+            text = f"\n\nQuestion: {fits}\nOptions:\n(A) no\n(B) yes\nAnswer: ("
+            ids = [*context, *self._reference.ids(text, special=False)]
+            found.append(self._reference.answer(ids, [["B"], ["A"]], temperature=0.5))
+        return found
+
+    def shares(self, state: str, asked: str, levels: list[str]) -> list[float]:
+        yes = [each.score for each in self.answers(state, asked, levels)]
+        return [each / sum(yes) for each in yes]
+
+
+LEVELS = ["calm", "annoyed", "furious"]
+APART = {
+    "questions": [
+        {"name": "anger", "type": "score", "instructions": "How angry?", "levels": LEVELS},
+        {"name": "late", "type": "predicate", "instructions": "Is it late?", "when": "anger < 1"},
+        {"name": "two", "type": "score", "instructions": "Which?", "levels": ["1", "2"], "when": "anger >= 0"},
+    ]
+}
+
+
+def test_levels_that_are_asked_one_by_one_share_what_fits(
+    decider: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = decider(isolated_levels=True, temperature_by_type={"score": 0.5})
+    asked = Levels(folder)
+    texts = [f"text {number} of the fox" for number in range(5)]
+    write_parquet("in.parquet", text=texts, right=["annoyed"] * 5)
+    Path("q.yaml").write_text(json.dumps(APART))
+    assert score("in.parquet", model=folder, questions="q.yaml", truth={"anger": "right"})["exit_code"] == 0
+    for text, row in zip(texts, read_output("out.parquet"), strict=True):
+        answers = asked.answers(text, "How angry?", LEVELS)
+        yes = [each.score for each in answers]
+        own = [each / sum(yes) for each in yes]
+        assert list(row["anger.probabilities"].values()) == pytest.approx(own, abs=1e-5)
+        assert row["anger"] == pytest.approx(own[1] + 2 * own[2], abs=1e-5)
+        assert row["anger.confidence"] == pytest.approx(confidence_of(own, scale=True), abs=1e-4)
+        assert row["anger.label_mass"] == pytest.approx(sum(each.label_mass for each in answers) / 3, abs=1e-5)
+        assert row["two"] == pytest.approx(1 + asked.shares(text, "Which?", ["1", "2"])[1], abs=1e-5)
+        assert (row["late"] is None) == (row["anger"] >= 1)
+        assert "anger.order_decided" not in row
+    assert read_report()["evaluations"]
+    flags = {"inputs": ["in.parquet"], "questions": "q.yaml", "model": str(folder), "row": "0"}
+    done = inspect_job(load_settings(InspectSettings, flags, environment={}))
+    assert done["score"] == pytest.approx(asked.answers(texts[0], "How angry?", LEVELS)[0].score, abs=1e-5)
+    shares = asked.shares(texts[0], "How angry?", LEVELS)
+    assert f"{max(shares):.4g}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("api", ["openai", "systemone"])
+def test_requests_have_levels_one_by_one_too(decider: Callable[..., Path], api: str) -> None:
+    folder = decider(isolated_levels=True, temperature=0.5)
+    asked: Any = {"type": "score", "instructions": "How angry?", "levels": [{"label": each} for each in LEVELS]}
+    body: Any = {"input": "a fox", "questions": [asked]}
+    if api == "systemone":
+        asked = {"type": "score", "instructions": "How angry?", "criteria": LEVELS}
+        body = {"state": "a fox", "questions": {"q": asked}}
+    write_jsonl("in.jsonl", [body])
+    assert score("in.jsonl", "out.jsonl", model=folder)["exit_code"] == 0
+    answers = read_output("out.jsonl")[0]["response"]["body"]["answers"]
+    (found,) = answers if api == "openai" else answers.values()
+    own = Levels(folder).shares("a fox", "How angry?", LEVELS)
+    told = found["probabilities"]
+    told = [each["probability"] for each in told] if api == "openai" else list(told.values())
+    assert told == pytest.approx(own, abs=1e-5)
+    assert found["score"] == pytest.approx(own[1] + 2 * own[2], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"evidence": True}, "--evidence: a score of this model has several prompts"),
+        ({"rationale": 5}, "--rationale: a score of this model has a prompt for each level"),
+        ({"exit": True, "max_flips": 0.1}, "a score of this model has several prompts, whose flips"),
+    ],
+)
+def test_what_needs_one_prompt_is_refused_with_levels_one_by_one(
+    decider: Callable[..., Path], flags: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet("in.parquet", text=["a"])
+    model = decider(isolated_levels=True)
+    assert score("in.parquet", model=model, ask="How late?", levels="little,much", **flags)["exit_code"] == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -471,7 +568,6 @@ def test_a_decider_model_reads_context_and_question_apart(decider: Callable[...,
         ({"temperature": 0}, "temperature is 0, and must be above 0"),
         ({"temperature_by_type": {"bool": 1}}, "temperature_by_type is"),
         ({"temperature_by_options": {"a": 1}}, "temperature_by_options is"),
-        ({"isolated_levels": True}, "levels one by one, which is not read"),
     ],
 )
 def test_a_decider_model_that_cannot_be_read_is_refused(

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+from prefillcli.asking.decisions import DecisionBuilder
 from tests.jobs.jobs import read_output, score, write_jsonl
 from tests.real.conftest import FOLDER
 
@@ -31,6 +31,11 @@ QUESTIONS: dict[str, Any] = {
     "angry": {"type": "noul", "instructions": "Is the customer angry?", "criteria": {"true": "shouts"}},
     "fits": {"type": "noul", "criteria": {"true": "it fits", "false": ["no", 1]}},
     "how": {"type": "score", "instructions": "How urgent?", "criteria": ["low", {"level": "mid"}, "high"]},
+    "stars": {
+        "type": "score",
+        "instructions": ["Stars", 2],
+        "criteria": ["0: none", " -1 :few", "none", "2 : 3: n/a"],
+    },
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.3, "temperature_by_type": {"choice": 0.7, "noul": 2.0}},
@@ -39,6 +44,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "schema first, chat": {
         "schema_first": True, "chat_template": True, "temperature_by_type": {"score": 1.7},
         "temperature_schema_first_by_type": {"noul": 0.6},
+    },
+    "levels apart": {"isolated_levels": True, "temperature": 1.4, "temperature_by_type": {"score": 0.6, "noul": 3.0}},
+    "levels apart, by options": {
+        "isolated_levels": True, "layout": "chat", "temperature_by_options": {"a": 1.5, "b": -0.2},
+    },
+    "levels apart, schema first": {
+        "isolated_levels": True, "schema_first": True, "temperature_schema_first_by_type": {"score": 2.0},
     },
 }  # fmt: skip
 
@@ -59,12 +71,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_questions_are_asked_and_answered_as_by_decider(model: Path, name: str) -> None:
+def test_questions_are_asked_and_answered_as_by_decider(
+    model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from decider import prompt, systemone, temperature
 
     config = CONFIGS[name]
     (model / "decider_config.json").write_text(json.dumps(config))
     write_jsonl("in.jsonl", [{"state": state, "questions": QUESTIONS} for state in STATES])
+    asked_ids = set()
+    build = DecisionBuilder.build
+
+    def noted(builder: DecisionBuilder, *given: Any) -> Any:
+        prompts, errors = build(builder, *given)
+        asked_ids.update(tuple(each.tokens.tolist()) for each in prompts)
+        return prompts, errors
+
+    monkeypatch.setattr(DecisionBuilder, "build", noted)
     assert score("in.jsonl", "out.jsonl", model=model, dtype="float32")["exit_code"] == 0
     tokenizer = AutoTokenizer.from_pretrained(model)
     eager = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).eval()
@@ -72,28 +95,28 @@ def test_questions_are_asked_and_answered_as_by_decider(model: Path, name: str) 
     heats = temperature.from_config(config)[int(first)]
     order = SimpleNamespace(shuffle=lambda _: None, sample=lambda values, count: values[:count])
     for state, row in zip(STATES, read_output("out.jsonl"), strict=True):
-        for key, asked in QUESTIONS.items():
-            said = systemone.render_question(asked)
-            options = _neutral(said["options"]) if config.get("neutralize_none", True) else said["options"]
-            own = SimpleNamespace(text=said["question"], options=options, gold=0)
+        rendered = {key: systemone.render_question(asked) for key, asked in QUESTIONS.items()}
+        planned, index = systemone.plan_rows(rendered, bool(config.get("isolated_levels")))
+        answers = []
+        for asked, type_ in zip(planned, systemone.row_types(rendered, index), strict=True):
+            options = _neutral(asked["options"]) if config.get("neutralize_none", True) else asked["options"]
+            own = SimpleNamespace(text=asked["question"], options=options, gold=0)
             example = SimpleNamespace(context=systemone.render_state(state), qs=[own])
             layout = "schema_first" if first else "state_first"
             item = prompt.build(example, tokenizer, order, max_options=255, layout=layout, chat=chat)
-            item["types"] = [said["type"]]
+            item["types"] = [type_]
+            assert tuple(item["ids"]) in asked_ids, (name, asked)
             with torch.inference_mode():
                 logits = eager(input_ids=torch.tensor([item["ids"]])).logits[0, -1].double()
             heat = temperature.for_items(*heats, [item])
             heat = heat[0][0] if isinstance(heat, list) else heat
             letters = prompt.label_table(tokenizer)[1][: len(options)]
-            shares = torch.softmax(logits[letters] / heat, -1).numpy()
+            answers.append(torch.softmax(logits[letters] / heat, -1).tolist())
+        monkeypatch.setattr(systemone, "round", lambda value, _: value, raising=False)
+        for key, wanted in systemone.assemble(rendered, index, answers).items():
             found = row["response"]["body"]["answers"][key]
-            if said["type"] == "noul":
-                assert found["noul"] == pytest.approx(shares[1], abs=1e-5), (name, key)
-            elif said["type"] == "choice":
-                assert list(found["probabilities"].values()) == pytest.approx(shares.tolist(), abs=1e-5), (name, key)
-            else:
-                mean = float(shares @ np.arange(len(shares)))
-                assert found["score"] == pytest.approx(mean, abs=2e-5), (name, key)
+            for told in {"noul", "probabilities", "score", "confidence"} & wanted.keys():
+                assert found[told] == pytest.approx(wanted[told], abs=2e-5), (name, key, told)
 
 
 def _neutral(options: list[str]) -> list[str]:

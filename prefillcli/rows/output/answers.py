@@ -50,7 +50,8 @@ class AnswerColumns:
     floors: tuple[float | None, ...] = ()
     # The numbers of the rows that it is asked about, by the answers to earlier questions; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
-    # With the group `orders`, the numbers of its prompts in other orders, after those of all questions.
+    # The numbers of its other prompts, after those of all questions: in other orders with the group `orders`, else
+    # `apart`, each about one answer alone.
     others: tuple[int, ...] = ()
     # In an output about the likeliest tokens, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
@@ -59,6 +60,11 @@ class AnswerColumns:
     def key(self) -> str:
         """Its name in reports and files of floors."""
         return self.name or ANSWER
+
+    @property
+    def apart(self) -> bool:
+        """Whether each of its prompts asks about one answer alone."""
+        return bool(self.others) and "orders" not in self.groups
 
     @property
     def prefix(self) -> str:

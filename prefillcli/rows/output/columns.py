@@ -25,7 +25,7 @@ from prefillcli.rows.records import (
 from prefillcli.stats.acceptance import doubtful
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.confidence import choice_confidence, score_confidence
-from prefillcli.stats.labels import Measure, label_mass, label_scores, mean_log_shares
+from prefillcli.stats.labels import Measure, label_mass, label_scores, mean_log_shares, normalised
 
 if TYPE_CHECKING:
     from prefillcli.rows.output.schema import OutputSchema
@@ -118,24 +118,25 @@ class AnswerRows(_Rows):
     # Where rows ask their own questions, the probabilities of the options of each [scored].
     decisions: list[list[Float64Array]] = field(default_factory=list)
 
-    def over_orders(self, others: Sequence[AnswerRows]) -> AnswerRows:
+    def with_others(self, others: Sequence[AnswerRows]) -> AnswerRows:
         """Return the means of these probabilities and those of the same question in other orders of its values or
-        options."""
-        every = [self, *others]
+        options; of answers that are asked about one by one, their shares."""
+        every, apart = [self, *others], self.own.apart
+        joined = normalised if apart else np.asarray
         audited: list[Float64Array | None] = []
         for at in range(len(self.scored)):
             full = [each.audited[at] for each in every]
             # A prompt that is not compressed has its scores already.
             own = [each.scores[at] if found is None else found for each, found in zip(every, full, strict=True)]
-            audited.append(None if all(found is None for found in full) else np.mean(own, axis=0))
+            audited.append(None if all(found is None for found in full) else joined(np.mean(own, axis=0)))
         said = np.stack([each.scores.argmax(axis=-1) for each in every])
         return replace(
             self,
             audited=audited,
             logprobs=np.logaddexp.reduce([each.logprobs for each in every]) - math.log(len(every)),
-            divided=mean_log_shares([each.divided for each in every]),
-            scores=np.mean([each.scores for each in every], axis=0),
-            order_decided=(said != said[0]).any(axis=0),
+            divided=mean_log_shares([each.divided for each in every], apart=apart),
+            scores=joined(np.mean([each.scores for each in every], axis=0)),
+            order_decided=None if apart else (said != said[0]).any(axis=0),
         )
 
     def calibrated_by(self, probabilities: Mapping[str, Probabilities]) -> AnswerRows:
@@ -195,12 +196,26 @@ class ResultRows(_Rows):
             given = spread(results, part)
             most = max([len(own.labels), 1, *(len(each.logprobs) for each in results)])
             logprobs = np.full((len(results), most), -np.inf)
-            divided = logprobs.copy()
+            divided, read = logprobs.copy(), dict[int, LabelSet]()
             for row, (each, place) in enumerate(zip(results, given["places"].tolist(), strict=True)):
                 count, prompt = len(each.logprobs), given["prompts"][place]
+                if own.measure is Measure.SHARES and prompt is not None and prompt.labels.weights:
+                    read[row] = prompt.labels
+                    continue
                 divided[row, :count] = each.logprobs
                 logprobs[row, :count] = each.logprobs if prompt is None else prompt.labels.whole(each.logprobs)
             scores, decisions = label_scores(divided, temperature, own.measure), []
+            audited = [
+                None if each.audit is None else label_scores(each.audit, temperature, own.measure) for each in results
+            ]
+            if read:
+                width = len(own.labels)
+                logprobs, divided, scores = (each[:, :width] for each in (logprobs, divided, scores))
+            for row, labels in read.items():
+                each = results[row]
+                scores[row] = labels.shares(each.logprobs, temperature)
+                logprobs[row], divided[row] = _followed(labels, each.logprobs)
+                audited[row] = None if each.audit is None else labels.shares(each.audit, temperature)
             if own.measure is Measure.DECISIONS:
                 decisions = [_decided(prompts[each.row], each.answers, temperature) for each in results]
                 scores = np.array([[asked[0][0]] for asked in decisions]).reshape(-1, 1)
@@ -209,10 +224,7 @@ class ResultRows(_Rows):
                 own=own,
                 logprobs=logprobs,
                 scores=scores,
-                audited=[
-                    None if each.audit is None else label_scores(each.audit, temperature, own.measure)
-                    for each in results
-                ],
+                audited=audited,
                 divided=divided,
                 decisions=decisions,
             )
@@ -234,7 +246,7 @@ class ResultRows(_Rows):
             answered = [each for row, each in answers.items() if row not in failed and len(each[number].logprobs)]
             found = made(own, [each[number] for each in answered], number)
             if own.others:
-                found = found.over_orders([made(own, [each[at] for each in answered], at) for at in own.others])
+                found = found.with_others([made(own, [each[at] for each in answered], at) for at in own.others])
             rows.questions.append(found.calibrated_by(probabilities))
         if failed:
             left = [each for each in results if each.row not in failed]
@@ -367,11 +379,24 @@ def _pair_scores(rows: AnswerRows) -> ObjectArray:
 
 
 def _decided(prompts: Sequence[Prompt], answers: Sequence[ScoredRow], temperature: float) -> list[Float64Array]:
-    # The probabilities of the options of each question of a row: their means over the orders in which they are listed.
+    # The probabilities of the options of each question of a row: their means over the orders in which they are listed,
+    # or their shares where each is asked about by itself.
     found: dict[str, list[Float64Array]] = {}
+    followed = set()
     for prompt, answer in zip(prompts, answers, strict=True):
-        found.setdefault(prompt.question, []).append(label_scores(answer.logprobs, temperature))
-    return [np.mean(each, axis=0) for each in found.values()]
+        found.setdefault(prompt.question, []).append(prompt.labels.shares(answer.logprobs, temperature))
+        followed |= {prompt.question} if prompt.labels.weights else set()
+    means = {name: np.mean(each, axis=0) for name, each in found.items()}
+    return [normalised(each) if name in followed else each for name, each in means.items()]
+
+
+def _followed(labels: LabelSet, divided: Float64Array) -> tuple[Float64Array, Float64Array]:
+    # Log-probabilities of the options that follow from labels: over the whole vocabulary, with the labels' mass
+    # together, and as they are.
+    with np.errstate(divide="ignore"):
+        shares = labels.shares(divided, 1.0)
+        whole = np.log(normalised(shares)) + np.log(label_mass(labels.whole(divided)))
+        return whole, np.log(shares)
 
 
 def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:

@@ -439,7 +439,7 @@ def _compare_answers(
         prompts = [own for own in window.prompts if own.part == part]
         if not prompts:
             continue
-        count, temperature = len(labels.names), job.settings.answers.temperature
+        count, temperature = len(labels.read), job.settings.answers.temperature
         shares = label_probabilities(run.logprobs(prompts, count), temperature)
         if not np.isfinite(shares).all():
             notes.append(f"{job.name}: scores that are not numbers are not compared")
@@ -473,7 +473,7 @@ def _compare_answers(
 def _class_flips(labels: Labels, full: Any, flipped: Any) -> list[ClassFlips]:
     # The flips [prompts] among those of each answer `full` [prompts] of the reference.
     prefix, found = f"{labels.question.name}." if labels.question.name else "", []
-    for number, name in enumerate(labels.names):
+    for number, name in enumerate(labels.read):
         rows, flips = int((full == number).sum()), int(flipped[full == number].sum())
         interval = exact_interval(flips, rows) if rows else None
         found.append(ClassFlips(label=f"{prefix}{name}", rows=rows, flips=flips, interval=interval))
