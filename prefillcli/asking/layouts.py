@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # Of layouts whose options are read at places of the prompt, options that they have no part in, and why.
 _OF_MARKERS = {
     "kev": {
-        **dict.fromkeys(("--keep", "--draft"), "an option is read at its own tokens, which must not be left out"),
         **dict.fromkeys(("--exit", "--first", "--compute"), "its head reads the last layer of the model alone"),
         "--rationale": "its head reads options, and no words",
         "--adapter": "its head is that of the model without one",
@@ -42,6 +41,13 @@ def require_own_layout(settings: JobSettings, form: LayoutForm) -> None:
     """Raise UsageError for an option that would change the layout of a model."""
     if form.mirrored and "orders" in settings.given:
         raise UsageError(f"--orders {settings.asking.orders}: {MIRRORED}")
+    compresses = settings.compression.draft is not None and not settings.rationales.speculates_by_draft
+    if compresses or given(settings, "--keep"):
+        raise UsageError(
+            f"{'--draft' if compresses else '--keep'}: the model answers in a layout of its own ({form.type}), in which "
+            "no token of the question and its options may be left out\n"
+            "leave it out, or ask it like any other model with --layout generic"
+        )
     for name in _OF_PROMPTS:
         if name in settings.given:
             raise UsageError(

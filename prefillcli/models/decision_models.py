@@ -88,23 +88,35 @@ _TYPES = ("choice", "score", "noul")
 SAYS_SO = (*_FOLDERS, *_ADAPTERS, TEMPERATURES)  # files of a folder that say how its model is asked
 
 
-def require_layout(model: Path, option: str, layout: str) -> None:
+def require_layout(model: Path, option: str, layout: str, beside: Path | None = None) -> None:
     """Raise UsageError for the model of an option that needs a layout of its own which is not read, or whose
-    temperatures are wrong, unless the `layout` asked for is that of any model. Only `--model` is asked in layouts."""
+    temperatures are wrong, unless the `layout` asked for is that of any model. Only `--model` is asked in layouts, and
+    in that of the model `beside` which it is, `--first`."""
     if layout == "generic":
         return
     if (found := decision_type(model)) is None:
         read_temperatures(model)
         return
-    if option == "--model" and layout_form(model, layout) is not None:
+    own = layout_form(model, layout)
+    if own is not None and (option == "--model" or (beside is not None and own == layout_form(beside, layout))):
         return
     kind, said_by = found
-    read = f"; decider's folders and, of GGUF files, {', '.join(_READ)} are read, as --model"
+    why = f"that is not read; decider's folders and, of GGUF files, {', '.join(_READ)} are read, as --model"
     raise UsageError(
         f"{option} {model}: a decision model of the type {kind} (by {said_by}), which answers only in the layout that "
-        f"it was trained on, and that is not read{read}\n"
+        f"it was trained on, and {why if own is None or beside is None else 'the layout of --model is another'}\n"
         "take another model; --layout generic asks it like any other, for answers that it was not trained to give"
     )
+
+
+def require_alike(layout: Layout, other: Layout, said: str) -> None:
+    """Raise UsageError unless the model of an option, which is `said`, asks as `--model` does, whose prompts it
+    reads."""
+    if not layout.asks_like(other):
+        raise UsageError(
+            f"{said}: a decision model of the type {other.form.type}, whose prompts or codes are not those of --model\n"
+            "take a model that was trained on the same ones"
+        )
 
 
 def layout_form(model: Path, layout: str) -> LayoutForm | None:

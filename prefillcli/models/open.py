@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.decision_models import read_layout, read_temperatures, require_layout
+from prefillcli.models.decision_models import read_layout, read_temperatures, require_alike, require_layout
 from prefillcli.models.files import (
     check_config,
     check_files,
@@ -226,7 +226,7 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     path = _find_chosen(lm, typed=asks_typed(settings))
     found = [find_model(name, option=f"--{option}") for name in names]
     for folder in found if option != "draft" else ():  # whose answers are not read
-        require_layout(folder, f"--{option}", lm.layout)
+        require_layout(folder, f"--{option}", lm.layout, path)
     reader, threads = _reader(lm, settings.processes, dtypes), Threads(lm.threads)
     narrow = settings.exits.narrow
     clock.step("opening the model")
@@ -234,6 +234,7 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     files = reader.read(path, lm.head, copies=1 if narrow is None else _NARROW_COPIES, streams=streams)
     device = reader.device
     tokenizer = _load_tokenizer(files, lm.trust_remote_code)
+    layout = None if lm.layout == "generic" else read_layout(path, tokenizer)
     small = []
     for name, folder in zip(names, found, strict=True):
         own = reader.read(folder)
@@ -246,6 +247,8 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
             check_walkable(own, "take another small model")
         check_loadable(own, device)
         reads = _load_tokenizer(own, lm.trust_remote_code)
+        if option == "first" and layout is not None and (its := read_layout(folder, reads)) is not None:
+            require_alike(layout, its, f"--first {name}")
         how = settings.compression.draft_tokenizer if option == "draft" else "translate"
         other = _other_tokenizer(tokenizer, reads, f"--{option} {name}", how)
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
@@ -254,7 +257,7 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     opened = Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
     if lm.layout == "generic":
         return opened
-    if (layout := read_layout(path, tokenizer)) is not None:
+    if layout is not None:
         return replace(opened, layout=layout)
     return replace(opened, temperatures=read_temperatures(path))
 

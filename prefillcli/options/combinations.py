@@ -205,7 +205,7 @@ REFUSED: tuple[Refused, ...] = (
         "--format",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
-            *("--questions", "--target-column", "--exit", "--first", "--exit-profile", "--calibration"),
+            *("--questions", "--target-column", *_EXITS, "--exit-profile", "--calibration"),
             *("--calibrate-with", "--rationale", "--evidence", "--truth", "--audit", "--min-label-mass"),
             *("--max-drift", "--keep auto", "--keep-columns", "--partition", "--template"),
         ),

@@ -98,6 +98,20 @@ class Layout:
         heats = [*sorted(self.temperatures.items()), self.curve]
         return [*self.form, self.template, [*self.codes.items(), *self.own_codes.items()], heats]
 
+    def asks_like(self, other: Layout) -> bool:
+        """Return whether prompts and codes of another layout are the same, whatever tokens and temperatures it has."""
+        one, two = (
+            replace(
+                each,
+                codes=dict.fromkeys(each.codes, ()),
+                own_codes=dict.fromkeys(each.own_codes, ()),
+                temperatures={},
+                curve=None,
+            )
+            for each in (self, other)
+        )
+        return one == two
+
     def values(
         self, question: Question, order: Sequence[int] | None = None, given: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:

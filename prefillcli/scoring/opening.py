@@ -216,7 +216,7 @@ def local_models(settings: JobSettings) -> list[Path]:
     found += [local_model(name, f"--{option}") for name in names]
     for model, said in zip(found, ("--model", *(f"--{option}" for _ in names)), strict=True):
         if model is not None and said != "--draft":  # a draft's answers are not read
-            require_layout(model, said, settings.lm.layout)
+            require_layout(model, said, settings.lm.layout, found[0] if said == "--first" else None)
     adapters = settings.adapters.adapter
     if adapters:
         from prefillcli.models.adapters import local_adapter

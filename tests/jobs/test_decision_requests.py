@@ -480,6 +480,14 @@ def test_what_cannot_be_shown_of_requests_is_refused(
     assert said in shown["error"]
 
 
+@pytest.mark.parametrize("flags", [{"exit": True}, {"first": "words"}, {"compute": "int8"}], ids=str)
+def test_requests_are_read_in_full(model: Path, flags: dict[str, Any]) -> None:
+    write_jsonl("in.jsonl", [openai(LATE, KIND)])
+    done = score("in.jsonl", "out.jsonl", model=model, **flags)
+    assert done["exit_code"] == 2
+    assert f"--format cannot be combined with --{next(iter(flags))}: the requests of the input" in done["error"]
+
+
 def test_workers_write_the_same_bytes_and_another_engine_the_same_answers(model: Path, draft: Path) -> None:
     rows = [openai(LATE, KIND, subject=f"The fox {at} is late.") for at in range(12)]
     rows += [systemone(state={"fox": at}) for at in range(12)]

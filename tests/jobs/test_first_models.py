@@ -251,3 +251,12 @@ def test_a_dry_run_counts_no_operations_of_smaller_numbers(data: Path, large: Pa
     assert score(data, "dry.jsonl", model=large, dry_run=True, compute="int8", **FIRST)["status"] == "complete"
     found = read_report("dry.dry-run.json")["outlooks"]["exits"]
     assert (found["first_cost"], found["rows_in_full"]) == ({}, FIRST["exit_rows"])
+
+
+def test_words_that_decide_every_row_cost_nothing(large: Path) -> None:
+    """So there is no work by which that in full could be divided."""
+    write_jsonl("in.jsonl", [{"prompt": f"{row} a fox"} for row in range(120)])
+    given = FIRST | {"exit_rows": 60, "flips_of": "all", "max_flips": 0.2}
+    assert score("in.jsonl", "out.jsonl", model=large, first="words", **given)["exit_code"] == 0
+    (use,) = read_report("out.run.json")["exits"]["questions"].values()
+    assert use["predicted_gain"] == 1000

@@ -24,6 +24,7 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.prompts.labels import Following, Labels, tail_of
+from prefillcli.prompts.questions import Question
 from prefillcli.prompts.translation import Translation, Translator
 from prefillcli.rows.records import BEFORE, Prompt
 from prefillcli.stats.arrays import Int32Array
@@ -84,7 +85,7 @@ class FirstPrompts:
         self._labels: list[Labels] = []  # after each prompt of a row
         if own is not None and head is None:
             norm, end = settings.answers.label_norm, settings.answers.label_end
-            self._labels = [Labels(own, each.question, norm=norm, end=end) for each in labels.asked]
+            self._labels = [Labels(own, _as_texts(each.question), norm=norm, end=end) for each in labels.asked]
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
         """Return each prompt; None for one that the first model has no tokens for."""
@@ -113,6 +114,11 @@ class FirstPrompts:
                     own = able[number]
                     made[number] = FirstPrompt(own[: len(own) - len(following.moved)], following.labels)
         return made
+
+
+def _as_texts(question: Question) -> Question:
+    # Whose answers are texts, where they are tokens of another model.
+    return replace(question, answers=tuple(each._replace(tokens=()) for each in question.answers))
 
 
 class FirstModel:

@@ -301,6 +301,9 @@ def _numbers(files: ModelFiles, opened: Opened) -> float:
     return sum(size for number, size in found.items() if number is not None) / files.dtype.itemsize
 
 
+_MOST_GAIN = 1000.0
+
+
 class Work(NamedTuple):
     """The cost of rows, the exits that they take, and the exits that peek.
 
@@ -314,6 +317,11 @@ class Work(NamedTuple):
     peeks: tuple[bool, ...]
     leaving: tuple[float, ...]
     layers: float
+
+    @property
+    def gain(self) -> float:
+        """The work of rows in full over it. Words cost nothing, and more than `_MOST_GAIN` is not told."""
+        return 1 / max(self.share, 1 / _MOST_GAIN)
 
 
 def work_of(
@@ -764,7 +772,7 @@ def _proven(
             for each, own, leaving in zip(kept, exits, work.leaving, strict=True)
         ),
         "layers": work.layers,
-        "gain": 1 / work.share,
+        "gain": work.gain,
     }
     return ExitProof(ExitPolicy(exits), findings.model_copy(update=update))
 
@@ -855,7 +863,7 @@ def _curve(task: _Task, exits: Sequence[Candidate], judge: LearningRows) -> tupl
             TradePoint(
                 caution=caution,
                 leaving=float(np.mean(work.left >= 0)),
-                gain=1 / work.share,
+                gain=work.gain,
                 flip_rate=float(np.mean(flipped)),
                 flip_rates=tuple(float(np.mean(each)) if len(each) else None for each in of_class),
             )
