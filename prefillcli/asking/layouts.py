@@ -44,8 +44,8 @@ def require_own_layout(settings: JobSettings, form: LayoutForm) -> None:
     compresses = settings.compression.draft is not None and not settings.rationales.speculates_by_draft
     if compresses or given(settings, "--keep"):
         raise UsageError(
-            f"{'--draft' if compresses else '--keep'}: the model answers in a layout of its own ({form.type}), in which "
-            "no token of the question and its options may be left out\n"
+            f"{'--draft' if compresses else '--keep'}: the model answers in a layout of its own ({form.type}), in "
+            "which no token of the question and its options may be left out\n"
             "leave it out, or ask it like any other model with --layout generic"
         )
     for name in _OF_PROMPTS:

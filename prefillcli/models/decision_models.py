@@ -114,7 +114,7 @@ def require_alike(layout: Layout, other: Layout, said: str) -> None:
     reads."""
     if not layout.asks_like(other):
         raise UsageError(
-            f"{said}: a decision model of the type {other.form.type}, whose prompts or codes are not those of --model\n"
+            f"{said}: a decision model of the type {other.form.type}, whose prompts or codes are not as --model's\n"
             "take a model that was trained on the same ones"
         )
 

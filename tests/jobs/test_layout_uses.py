@@ -151,7 +151,7 @@ def test_a_first_model_of_another_layout_is_refused(
         made(type_="nimble"): "of the type nimble (by llama.decision.type), which answers only in the layout that it "
         "was trained on, and the layout of --model is another",
         made(type_="laya"): "and that is not read",
-        made(template=f"Sir, {TEMPLATE}"): "of the type openjev, whose prompts or codes are not those of --model",
+        made(template=f"Sir, {TEMPLATE}"): "of the type openjev, whose prompts or codes are not as --model's",
     }
     for first, said in wrong.items():
         assert score("in.parquet", model=file, ask=ASK, first=first)["exit_code"] == 2
@@ -168,6 +168,35 @@ def test_no_token_of_a_layout_is_left_out(
     write_parquet("in.parquet", text=["a"], keep=[0.5])
     assert score("in.parquet", model=file, ask=ASK, **flags)["exit_code"] == 2
     assert "--draft: the model answers in a layout of its own (openjev), in which no token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "column"),
+    [({"rationale": 4}, "answer.rationale"), ({"estimate": 20}, "answer"), ({"deterministic": True}, "answer")],
+    ids=str,
+)
+def test_other_work_leaves_the_answers_of_the_layout(
+    file: Path, texts: list[str], asked: Callable[[str], Any], flags: dict[str, Any], column: str
+) -> None:
+    write_parquet("in.parquet", text=texts[:30])
+    assert score("in.parquet", model=file, ask=ASK, dtype="float32", **flags)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert all(row[column] is not None for row in rows)
+    for row in rows[:3]:
+        assert row["answer"] == asked(texts[row["row"]])
+
+
+def test_evidence_asks_in_the_layout_without_a_section(
+    file: Path, texts: list[str], asked: Callable[[str], Any]
+) -> None:
+    own = [f"{texts[0]}\n\n{texts[1]}", f"{texts[2]}\n\n{texts[3]}"]
+    write_parquet("in.parquet", text=own)
+    assert score("in.parquet", model=file, ask=ASK, dtype="float32", evidence=True)["exit_code"] == 0
+    for row in read_output("out.parquet"):
+        assert row["answer"] == asked(own[row["row"]])
+        (found,) = row["answer.evidence"]
+        without = asked(own[row["row"]].split("\n\n")[1]).expected
+        assert found["change"] == pytest.approx(row["answer"] - without, abs=1e-5)
 
 
 def test_bench_compares_the_layout_with_transformers(file: Path, texts: list[str]) -> None:
