@@ -223,7 +223,7 @@ class HfEngine(Engine):
                 logprobs, by_token, computed, last = plain_numbers(
                     self.model, tokens, labels(prompt), self._activation
                 )
-                if treatment.next_tokens:
+                if treatment.next_tokens and not labels(prompt).pointers:  # whose head reads no tokens
                     (told,) = next_tokens(last[None], [0], [labels(prompt).first], treatment.next_tokens)
             seconds = time.monotonic() - begun
             answer = Answer(prompt, logprobs, 0, computed, seconds, by_token=by_token, tokens=likeliest, next=told)

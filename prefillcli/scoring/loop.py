@@ -773,7 +773,7 @@ class ScoringLoop:
         before, carried = self._carried
         if before != receiver.window_before(window.index):  # an earlier run scored that one
             carried = receiver.carried_into(window.index)
-        self._pool.fit(max((len(prompt.tokens) for prompt in window.prompts), default=0))
+        self._pool.fit(max((len(prompt.whole) for prompt in window.prompts), default=0))
         receiver.begin(window, done)
         rows_open = sum(len(each.window.rows) for each in self._open.values())
         work, finished = begin_window(

@@ -134,7 +134,11 @@ def assert_answers(rows: Sequence[dict[str, Any]], answer: Callable[..., list[An
     assert len(spread) == len(STATED), "answers must differ enough to tell a wrong one"
 
 
-@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"chunk_tokens": 16, "pack_tokens": 64}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"engine": "hf"}, {"chunk_tokens": 16, "pack_tokens": 64}, {"deterministic": True}, {"weights": "stream"}],
+    ids=str,
+)
 def test_an_option_is_read_at_its_end_and_the_question_at_the_end_of_the_prompt(
     file: Path, answer: Callable[..., list[Any]], flags: dict[str, Any]
 ) -> None:
@@ -196,6 +200,13 @@ def test_workers_answer_alike(file: Path, answer: Callable[..., list[Any]]) -> N
     write_jsonl("in.jsonl", [{"state": state, "questions": QUESTIONS} for state in STATES])
     assert score("in.jsonl", "out.jsonl", model=file, workers=2, threads=1)["exit_code"] == 0
     assert_answers(read_output("out.jsonl"), answer)
+
+
+def test_transformers_reads_a_file_alike(file: Path, answer: Callable[..., list[Any]]) -> None:
+    write_parquet("in.parquet", text=TEXTS[:2])
+    assert score("in.parquet", model=file, ask="Is it late?", engine="hf")["exit_code"] == 0
+    for text, row in zip(TEXTS, read_output("out.parquet"), strict=False):
+        assert row["answer"] == answer(escaped(text), "Is it late?", ["no", "yes"], 1.5)[1]
 
 
 def test_the_options_are_part_of_the_prompt(file: Path) -> None:
