@@ -23,6 +23,7 @@ from prefillcli.models.rehearsal import prove_model
 from prefillcli.models.weights import Quantisation, plan_quantisation, rehearsal_tolerance
 from prefillcli.runtime.clock import step
 from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.model_ends import embedding_device
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -117,7 +118,7 @@ def add_pointer_head(model: PreTrainedModel, files: ModelFiles) -> None:
         raise UsageError(f"{files.origin}: {POINTER_HEAD} has the shape {list(weight.shape)}\nconvert it again")
     head = _PointerHead(hidden, len(weight), bias=bias is not None, device="meta")
     head.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}), assign=True)
-    model.set_output_embeddings(head.requires_grad_(False).to(model.device))
+    model.set_output_embeddings(head.requires_grad_(False).to(embedding_device(model)))
 
 
 _SHARD = "2GB"  # of saved weights, copied in memory at a time while they are written

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import dequantize, quantize
 from transformers import AutoTokenizer
 
 from prefillcli.engines.torch import TorchEngine
@@ -86,12 +87,12 @@ def made(tmp_path_factory: pytest.TempPathFactory, head: tuple[np.ndarray, np.nd
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.save_pretrained(folder)
 
-    def write(template: str = TEMPLATE, tensors: dict[str, np.ndarray] | None = None) -> Path:
+    def write(template: str = TEMPLATE, tensors: dict[str, np.ndarray] | None = None, kind: Kind = Kind.F32) -> Path:
         settings = QWEN35 | {"decision.type": "kev"} | {f"decision.temperature.{k}": v for k, v in HEAT.items()}
         own = {"cls.output.weight": head[0], "cls.output.bias": head[1]} if tensors is None else tensors
         path = tmp_path_factory.mktemp("gguf") / "m.gguf"
         return write_gguf(
-            path, folder, architecture="qwen35", kind=Kind.F32, settings=settings, tensors=own, systemone=template
+            path, folder, architecture="qwen35", kind=kind, settings=settings, tensors=own, systemone=template
         )
 
     return write
@@ -102,9 +103,8 @@ def file(made: Callable[..., Path]) -> Path:
     return made()
 
 
-@pytest.fixture(scope="module")
-def answer(file: Path, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., list[Any]]:
-    """The probabilities of options, close to these, computed by hand."""
+def by_hand(file: Path, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., list[Any]]:
+    """Gives the probabilities of options, close to these, from the hidden states of a model."""
     reference = GgufReference(file)
     weight, bias = (torch.from_numpy(each) for each in head)
 
@@ -120,6 +120,11 @@ def answer(file: Path, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., lis
         return [pytest.approx(each, abs=1e-5) for each in torch.softmax(scores / heat, 0).tolist()]
 
     return answered
+
+
+@pytest.fixture(scope="module")
+def answer(file: Path, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., list[Any]]:
+    return by_hand(file, head)
 
 
 def assert_answers(rows: Sequence[dict[str, Any]], answer: Callable[..., list[Any]]) -> None:
@@ -146,6 +151,15 @@ def test_an_option_is_read_at_its_end_and_the_question_at_the_end_of_the_prompt(
     assert score("in.jsonl", "out.jsonl", model=file, **flags)["exit_code"] == 0
     assert_answers(read_output("out.jsonl"), answer)
     assert read_report("out.run.json")["layout"] == {"type": "kev", "temperatures": HEAT, "curve": None}
+
+
+def test_a_quantised_file_is_read_alike(made: Callable[..., Path], head: tuple[np.ndarray, np.ndarray]) -> None:
+    """Its head too is in blocks."""
+    file, kind = made(kind=Kind.Q8_0), Kind.Q8_0
+    weight = dequantize(quantize(head[0], kind), kind)
+    write_jsonl("in.jsonl", [{"state": state, "questions": QUESTIONS} for state in STATES])
+    assert score("in.jsonl", "out.jsonl", model=file, dtype="float32")["exit_code"] == 0
+    assert_answers(read_output("out.jsonl"), by_hand(file, (weight, head[1])))
 
 
 LONG = "The customer writes for the third time about the same bill, and is not amused. " * 4
