@@ -49,7 +49,7 @@ _READ: Mapping[str, _Kind] = {
         tuple(string.ascii_uppercase + string.ascii_lowercase), all_codes=True, others={"true_first": True}
     ),
     "nimble": _Kind(_SHORT, others={"lists_all": True}),
-    "pplx-decider": _Kind(_SHORT),
+    "pplx-decider": _Kind(_SHORT, others={"codes_alone": True}),  # its head is zero for other tokens
     "lev": _Kind(
         _SHORT,
         mirrored=True,

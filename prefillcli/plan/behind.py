@@ -21,9 +21,10 @@ from prefillcli.stats.labels import read_out
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
 FloatArray = npt.NDArray[np.float64]
-#: How the probabilities of a label's spellings become its own: their sum; that of the likeliest one; or their mean by
-#: rank, where all labels have the same ones, of which a label's first counts 1 and its last 0.
-Rule = Literal["sum", "best", "rating"]
+#: How the probabilities of a label's spellings become its own: their sum; that of the likeliest one; that of the only
+#: one among those of all labels, where the model has no other answers; or their mean by rank, where all labels have
+#: the same ones, of which a label's first counts 1 and its last 0.
+Rule = Literal["sum", "best", "alone", "rating"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +169,7 @@ class LabelSet:
             if self.rule == "rating":
                 return self._rated(logprobs, by_label)
             logprobs = np.array([own.max() for own in by_label])
+            logprobs -= np.logaddexp.reduce(logprobs) if self.rule == "alone" else 0.0
         return logprobs if self.sizes is None else logprobs / self.sizes
 
     def _rated(self, logprobs: FloatArray, by_label: Sequence[FloatArray]) -> FloatArray:

@@ -63,16 +63,10 @@ class LayoutForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout of this `form`.
+    """A layout of this `form`, whose `template` makes the whole prompt.
 
-    The `codes`, with their tokens, of which the likeliest counts, stand for the options in the order in which a prompt
-    has them. With `own_codes` a predicate, a score and options that are letters have codes of their own, from these or
-    the others. With `ratings` a predicate is answered on a scale of this many codes, from certainly no. A predicate
-    lists `true` first or last. With `lists_all` a prompt has all questions of its row. `temperatures` are by the type
-    of a question, or by that and the number of its options (`choice.3_5`), as the `buckets` name it; or they are a
-    `curve` of these: a + b log n, and at least the third number. Prompts are `cut` at this text, and each part is
-    tokenised by itself. With `numbers_lists` long lists in a state have the places of their items; with `sorts_keys`
-    the keys of objects in all values are sorted.
+    The `codes`, with their tokens, stand for the options in the order in which a prompt has them. `temperatures` are
+    by the type of a question, or by that and the number of its options (`choice.3_5`).
 
     With a `marker` the model compares the hidden state at the prompt's end with those at the tokens of this id. Each
     option has one, and the `codes` are their numbers. The template takes text alone (`as_text`).
@@ -82,16 +76,19 @@ class Layout:
     template: str
     codes: Mapping[str, tuple[int, ...]]
     temperatures: Mapping[str, float]
-    true_first: bool = False
-    lists_all: bool = False
-    cut: str = ""
-    numbers_lists: bool = False
-    curve: tuple[float, float, float] | None = None
+    true_first: bool = False  # whether a predicate lists `true` before `false`
+    lists_all: bool = False  # a prompt has all questions of its row
+    cut: str = ""  # the text at which a prompt is cut, and each part tokenised by itself
+    numbers_lists: bool = False  # long lists in a state have the places of their items
+    curve: tuple[float, float, float] | None = None  # of temperatures: a + b log n, and at least the third number
     marker: int | None = None
+    # The codes of predicates and scores. With them options that are letters have these as codes, and the likeliest of
+    # a code's tokens counts.
     own_codes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    ratings: int = 0
+    ratings: int = 0  # how many of the codes are a scale that answers predicates, from certainly no
+    codes_alone: bool = False  # no other token is an answer
     buckets: Sequence[tuple[float, str]] = _BUCKETS
-    sorts_keys: bool = False
+    sorts_keys: bool = False  # of objects in all values
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
@@ -146,7 +143,7 @@ class Layout:
         else:
             codes = self._coded(question, order)
             said = [(codes[at], self._tokens(codes[at])) for at in range(len(question.answers))]
-            rule = "best" if self.own_codes else "sum"
+            rule = "alone" if self.codes_alone else "best" if self.own_codes else "sum"
         answers = (
             Label(each.name, (code,), heat=heat, tokens=tokens, rule=rule)
             for each, (code, tokens) in zip(question.answers, said, strict=True)

@@ -317,6 +317,21 @@ def test_questions_of_a_file_are_asked_like_that_too(
     assert "--orders 1: the model's own layout asks a choice in two orders" in capsys.readouterr().err
 
 
+def test_pplx_decider_has_no_answers_but_its_codes(
+    made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its head is zero for all other tokens, whose share says nothing of the prompt."""
+    file = made("pplx-decider")
+    write_parquet("in.parquet", text=["one text"])
+    assert score("in.parquet", model=file, ask="Is it late?")["exit_code"] == 0
+    assert "hardly ever" not in capsys.readouterr().err
+    listed = options(false=None, true=None)
+    own = Asked(file).answer(1.5, state="one text", type="noul", instructions="Is it late?", options=listed)
+    (row,) = read_output("out.parquet")
+    assert row["answer"] == own[1]
+    assert row["answer.label_mass"] == pytest.approx(1)
+
+
 SPELT = (
     "{{ state if state is string else state | tojson(indent=2) }}{{ '\\nQUESTION:\\n' }}{{ instructions }}"
     "{% if type == 'choice' %}"
