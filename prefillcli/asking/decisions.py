@@ -153,13 +153,17 @@ class DecisionAsking(Asking):
 
     def questions(self, window: Window, row: int) -> list[Question]:
         """Return what each prompt of a row asks that has some."""
-        request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
-        asked = _asked(request, self.settings.asking.orders, self._form)
+        texts = window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0]
+        asked = _asked(_request(texts, self._form), self.settings.asking.orders, self._form)
         return [self._answered(question, order) for question, order in asked]
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
         return {FORMAT: "decisions"}
+
+
+def _request(texts: Mapping[str, str | None], form: LayoutForm | None) -> DecisionRequest:
+    return carried_request(texts, stateless=form is not None and form.stateless)
 
 
 def _asked(request: DecisionRequest, orders: int, form: LayoutForm | None) -> Iterator[tuple[Question, Order]]:
@@ -288,7 +292,7 @@ class DecisionBuilder(PromptBuilder):
                 continue
             try:
                 self._check_line({name: batch.columns[name][at] for name in self.needed})
-                request = carried_request(texts[at])
+                request = _request(texts[at], None if self._layout is None else self._layout.form)
                 if request.model not in (None, *self._models):
                     raise RequestError(
                         f"model {brief_json(request.model)} is not the one of this job, {self._models[-1]}; {SERVED}"

@@ -84,30 +84,33 @@ class DecisionRequest:
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def request_of(values: Any, url: str | None = None) -> DecisionRequest:
+def request_of(values: Any, url: str | None = None, *, stateless: bool = False) -> DecisionRequest:
     """Return the request of a body, or of the columns of a row that stand for one.
 
     `url` says whose request it is; without one, `input` is OpenAI's and `state` System One's. Keys with a null count
-    as missing. Raises RequestError.
+    as missing. A `stateless` request of System One may be about nothing. Raises RequestError.
     """
     if not isinstance(values, Mapping):
         raise RequestError("body is not an object")
     given = {key: value for key, value in values.items() if value is not None}
-    if url is None and ("input" in given) == ("state" in given):
+    stateless = stateless and url != DECISIONS and not {"input", "state"} & given.keys()
+    if url is None and not stateless and ("input" in given) == ("state" in given):
         raise RequestError(f"{'both' if 'input' in given else 'neither'} input and state: give one of them")
     openai = "input" in given if url is None else url == DECISIONS
     if url not in (None, DECISIONS, SYSTEM_ONE):
         raise RequestError(f"url {brief_json(url)}: only {DECISIONS} and {SYSTEM_ONE} ask typed questions")
     subject = "input" if openai else "state"
     others = {key for key in given if key.startswith("x_")} | _NO_EFFECT
-    _object(given, "", needed=(subject, "questions"), known=others)
+    needed = ("questions",) if stateless else (subject, "questions")
+    _object(given, "", needed=needed, known=others)
     if not isinstance(given.get("model", ""), str):
         raise RequestError("model: must be a text")
-    document = _document(given["input"]) if openai else _content(given["state"], "state")
+    model, state = given.get("model"), given.get("state")
+    document = _document(given["input"]) if openai else "" if stateless else _content(state, "state")
     questions = _listed(given["questions"]) if openai else _mapped(given["questions"])
     if openai:
-        return DecisionRequest("openai", document, questions, given.get("model"), document)
-    return DecisionRequest("systemone", document, questions, given.get("model"), given["state"], given["questions"])
+        return DecisionRequest("openai", document, questions, model, document)
+    return DecisionRequest("systemone", document, questions, model, state, given["questions"])
 
 
 def is_request_file(settings: JobSettings, available: Collection[str]) -> bool:
@@ -123,9 +126,9 @@ def makes_prompts(settings: JobSettings) -> bool:
     return settings.prompts.is_given("prompt_column") or any(others)
 
 
-def carried_request(texts: Mapping[str, str | None]) -> DecisionRequest:
+def carried_request(texts: Mapping[str, str | None], *, stateless: bool = False) -> DecisionRequest:
     """Return the request of a row, by the JSON texts of its carried columns: `url` and `body`, or those of `BARE` that
-    it has.
+    it has. It may be `stateless`.
 
     The values that prompts are made of lack nulls, but an option of System One may have one as its description. Raises
     RequestError.
@@ -135,8 +138,8 @@ def carried_request(texts: Mapping[str, str | None]) -> DecisionRequest:
     except RecursionError:
         raise RequestError("body is nested too deeply") from None
     if "body" in texts:
-        return request_of(values.get("body"), values.get("url"))
-    return request_of({name: value for name, value in values.items() if name in BARE})
+        return request_of(values.get("body"), values.get("url"), stateless=stateless)
+    return request_of({name: value for name, value in values.items() if name in BARE}, stateless=stateless)
 
 
 # What a request is about.

@@ -29,13 +29,13 @@ _MOST_CODES = 255
 
 class _Kind(NamedTuple):
     # How a type of model is read: its codes in their order, of which it may lack some that are no single token, the
-    # ways in which each may be spelt, codes that are spelt otherwise, whether choices are `mirrored`, and other fields
-    # of its `Layout`. Or else the text of the token at which each option is read.
+    # ways in which each may be spelt, codes that are spelt otherwise, and fields of its `LayoutForm` and its `Layout`.
+    # Or else the text of the token at which each option is read.
     codes: tuple[str, ...]
     spellings: tuple[str, ...] = ("{}",)
     own_codes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     all_codes: bool = False
-    mirrored: bool = False
+    form: Mapping[str, Any] = MappingProxyType({})
     others: Mapping[str, Any] = MappingProxyType({})
     marker: str = ""
 
@@ -52,7 +52,7 @@ _READ: Mapping[str, _Kind] = {
     "pplx-decider": _Kind(_SHORT, others={"codes_alone": True}),  # its head is zero for other tokens
     "lev": _Kind(
         _SHORT,
-        mirrored=True,
+        form={"mirrored": True},
         others={
             "ratings": 9,
             "sorts_keys": True,
@@ -68,6 +68,7 @@ _READ: Mapping[str, _Kind] = {
             **{digit: (digit,) for digit in string.digits},
             **{f"{at}": (f"{at}", f" {at}") for at in range(100, _MOST_CODES)},
         },
+        form={"stateless": True},
         others={"true_first": True},
     ),
     "kev": _Kind((), marker="<|box_end|>"),
@@ -128,8 +129,7 @@ def layout_form(model: Path, layout: str) -> LayoutForm | None:
     kind, said_by = found
     if said_by == decider.CONFIG:
         return decider.read_form(model)
-    known = kind in _READ and gguf_parts(model)
-    return LayoutForm(kind, mirrored=_READ[kind].mirrored) if known else None
+    return LayoutForm(kind, **_READ[kind].form) if kind in _READ and gguf_parts(model) else None
 
 
 def decision_type(model: Path) -> tuple[str, str] | None:

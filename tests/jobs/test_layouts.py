@@ -333,7 +333,8 @@ def test_pplx_decider_has_no_answers_but_its_codes(
 
 
 SPELT = (
-    "{{ state if state is string else state | tojson(indent=2) }}{{ '\\nQUESTION:\\n' }}{{ instructions }}"
+    "{% if state is not none %}{{ state if state is string else state | tojson(indent=2) }}{% endif %}"
+    "{{ '\\nQUESTION:\\n' }}{{ instructions }}"
     "{% if type == 'choice' %}"
     "{% for o in options %}{{ '\\n' }}{{ o.label }} {{ o.key | replace('_', ' ') }}{% endfor %}"
     "{% else %}{% for o in options %}{{ '\\n' }}{{ o.key }} {{ o.description }}{% endfor %}{% endif %}{{ '\\n' }}"
@@ -356,9 +357,9 @@ def test_lfm2_d1_reads_the_likeliest_spelling_of_each_answer(made: Callable[...,
         "own": {"type": "choice", "instructions": "Which letter?", "criteria": criteria},
         "many": {"type": "choice", "instructions": "Which?", "criteria": many},
     }
-    write_jsonl("in.jsonl", [{"state": state, "questions": questions}])
+    write_jsonl("in.jsonl", [{"state": each, "questions": questions} for each in (state, None)])
     assert score("in.jsonl", "out.jsonl", model=file)["exit_code"] == 0
-    (row,) = read_output("out.jsonl")
+    row, stateless = read_output("out.jsonl")
     found = row["response"]["body"]["answers"]
 
     def wanted(groups: Sequence[Sequence[str]], codes: Sequence[str], name: str, **described: Any) -> list[Any]:
@@ -381,6 +382,11 @@ def test_lfm2_d1_reads_the_likeliest_spelling_of_each_answer(made: Callable[...,
     assert list(found["route"]["probabilities"].values()) == own
     own = wanted([["Q", " Q"], ["c", " c"], ["A", " A"]], "QcA", "own", **criteria)
     assert list(found["own"]["probabilities"].values()) == own
+    state = None  # which it may be asked about
+    own = wanted(words, ["true", "false"], "angry", **{"true": "shouts", "false": None})
+    assert stateless["response"]["body"]["answers"]["angry"]["noul"] == own[0]
+    assert own[0] != found["angry"]["noul"]
+    state = {"a": [1, {"b": None}]}
     # Of the two digits the tokenizer has three; other options have the next codes that it has, from A on.
     codes = ["00", "01", "02", *LETTERS[:24]]
     groups = [["00", " 00"], ["01", " 01"], ["02"], ["A", " A"], ["B", " B"], *([each] for each in LETTERS[2:24])]
