@@ -410,7 +410,7 @@ class PromptExits:
             for prompt in self._pack.reads[read][1]:
                 rule = rules.get(prompt)
                 if prompt not in self.early and (not rules or (rule is not None and layer in rule.layers)):
-                    asked.setdefault((rule, len(self._labels(prompt).first)), []).append((row, prompt))
+                    asked.setdefault((rule, len(self._labels(prompt).spellings)), []).append((row, prompt))
         if not asked:
             return reads  # those that are decided go on for the audit, or with others
         self.first_asked = self.first_asked or (layer, time.monotonic())
@@ -436,15 +436,15 @@ class PromptExits:
     def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:
         # The readings of some prompts, whose last tokens are these rows of both tensors.
         hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
-        own = [self._labels(prompt).first for prompt in prompts]
-        logits = np.empty((2, len(prompts), len(own[0])))
+        sets = [self._labels(prompt) for prompt in prompts]
+        own = [each.first for each in sets]
+        logits = np.empty((2, len(prompts), len(sets[0].spellings)))
         for tokens in dict.fromkeys(own):
             at = [number for number, each in enumerate(own) if each == tokens]
             picked = torch.as_tensor([rows[number] for number in at], device=after.device)
             for side, states in enumerate((after, before)):
-                logits[side, at] = label_logits(
-                    self._walk.label_logits(states[picked], output_numbers(tokens)), tokens
-                )
+                found = label_logits(self._walk.label_logits(states[picked], output_numbers(tokens)), tokens)
+                logits[side, at] = [sets[number].ruled(each) for number, each in zip(at, found, strict=True)]
         return Readings(hidden, logits[0], logits[1])
 
 

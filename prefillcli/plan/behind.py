@@ -161,21 +161,18 @@ class LabelSet:
         at = [*self.pointers, -1] if self.pointers else slice(None)
         return Places(rows[at], tokens[at])
 
-    def divided(self, logprobs: FloatArray) -> FloatArray:
-        """Log-probabilities [labels] divided by the labels' `sizes`, by the `logprobs` of what is read: of the labels,
-        or of the single tokens that the `rule` makes labels of."""
-        if self.rule != "sum":
-            by_label = [logprobs[[self._places[int(each[0])] for each in own]] for own in self.spellings]
-            if self.rule == "rating":
-                return self._rated(logprobs, by_label)
-            logprobs = np.array([own.max() for own in by_label])
-            logprobs -= np.logaddexp.reduce(logprobs) if self.rule == "alone" else 0.0
-        return logprobs if self.sizes is None else logprobs / self.sizes
-
-    def _rated(self, logprobs: FloatArray, by_label: Sequence[FloatArray]) -> FloatArray:
+    def ruled(self, values: FloatArray) -> FloatArray:
+        """The labels' log-probabilities or logits [labels], by those of what is read: of the labels, or of the single
+        tokens that the `rule` makes labels of."""
+        if self.rule == "sum":
+            return values
+        by_label = [values[[self._places[int(each[0])] for each in own]] for own in self.spellings]
+        if self.rule != "rating":
+            best = np.array([own.max() for own in by_label])
+            return best - np.logaddexp.reduce(best) if self.rule == "alone" else best
         # The means are of the spellings' shares, and all labels together keep the spellings' mass.
         heat = 1.0 if self.sizes is None else self.sizes[0]
-        total, mass = np.logaddexp.reduce(logprobs / heat), np.logaddexp.reduce(logprobs)
+        total, mass = np.logaddexp.reduce(values / heat), np.logaddexp.reduce(values)
         means = [np.linspace(1.0, 0.0, len(own)) @ np.exp(own / heat - total) for own in by_label]
         with np.errstate(divide="ignore"):
             return np.asarray(np.log(means) + mass, np.float64)
@@ -184,6 +181,11 @@ class LabelSet:
         """The probabilities of the question's options, by the labels' log-probabilities [labels] that were
         `divided`."""
         return read_out(divided, temperature, self.weights)
+
+    def divided(self, values: FloatArray) -> FloatArray:
+        """Log-probabilities [labels] divided by the labels' `sizes`, by those of what is read (`ruled`)."""
+        found = self.ruled(values)
+        return found if self.sizes is None or self.rule == "rating" else found / self.sizes
 
     def whole(self, divided: FloatArray) -> FloatArray:
         """The log-probabilities [labels] that were `divided`."""

@@ -394,6 +394,15 @@ def test_lfm2_d1_reads_the_likeliest_spelling_of_each_answer(made: Callable[...,
     assert list(found["many"]["probabilities"].values()) == wanted(groups, codes, "many", **many)
 
 
+def test_inspect_shows_what_ratings_come_to(made: Callable[..., Path]) -> None:
+    file = made("lev", EVIDENCE, BANDS)
+    write_parquet("in.parquet", text=["one text"])
+    given = {"inputs": ["in.parquet"], "ask": "Is it late?", "model": str(file), "row": "0", "html": "row.html"}
+    done = inspect_job(load_settings(InspectSettings, given, environment={}))
+    own = Asked(file, EVIDENCE).shares(1.5, 9, state="one text", type="noul", instructions="Is it late?")
+    assert done["score"] == pytest.approx(own @ np.arange(9) / 8, abs=1e-5)
+
+
 @pytest.mark.parametrize(("type_", "template", "count"), [("openjev", TEMPLATE, 53), ("nimble", LISTING, 255)])
 def test_more_options_than_codes_are_an_error_of_the_request(
     made: Callable[..., Path], type_: str, template: str, count: int
