@@ -28,6 +28,12 @@ _OF_MARKERS = {
         "--engine vllm": "vLLM has no such head",
     },
 }
+# The same of models with a readout.
+_OF_READOUTS = {
+    "--rationale": "its head reads answers, and no words",
+    "--adapter": "its head is that of the model without one",
+    "--engine vllm": "vLLM has no such head",
+}
 # Options that say how a prompt is made or answered, which a layout does itself.
 _OF_PROMPTS = ("chat", "system", "thinking", "chat_option", "answer_prefix", "labels", "label_norm", "label_end")
 # Why the orders of a question cannot be chosen.
@@ -54,7 +60,7 @@ def require_own_layout(settings: JobSettings, form: LayoutForm) -> None:
                 f"--{name.replace('_', '-')}: the model answers in a layout of its own ({form.type})\n"
                 "leave it out, or ask it like any other model with --layout generic"
             )
-    for text, why in _OF_MARKERS.get(form.type, {}).items():
+    for text, why in (_OF_READOUTS if form.readout else _OF_MARKERS.get(form.type, {})).items():
         if given(settings, text):
             raise UsageError(f"{text}: the model is a decision model of the type {form.type}: {why}\nleave it out")
 

@@ -27,7 +27,7 @@ from prefillcli.engines.base import (
 )
 from prefillcli.models import open as models
 from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens, next_tokens, pointer_numbers
-from prefillcli.models.load import add_pointer_head, load_weights
+from prefillcli.models.load import add_own_head, load_weights
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.models.shape import length_switch
 from prefillcli.options.settings import JobSettings
@@ -175,8 +175,7 @@ def load(request: LoadRequest) -> Loaded[HfEngine] | Loaded[encoders.EncoderEngi
         attention=request.options.get("attn_implementation"),
         trust_remote_code=request.trust_remote_code,
     )
-    if opened.points:
-        add_pointer_head(model, opened.files)
+    add_own_head(model, opened)
     use_variant = None if opened.variants is None else opened.variants.apply(model)
     engine = HfEngine(model, max_length=opened.max_length, activation=opened.files.activation, use_variant=use_variant)
     return Loaded(engine)

@@ -11,7 +11,7 @@ from prefillcli.engines.base import Loaded, LoadRequest, WeightsReport
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
-from prefillcli.models.load import add_pointer_head
+from prefillcli.models.load import add_own_head
 from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
 from prefillcli.models.rehearsal import rehearsal_of
@@ -45,8 +45,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     if arithmetic.no_packed_weights and quantisation is not None and quantisation.kept == "packed":
         raise UsageError(arithmetic.no_packed_weights.format(format=quantisation.format.name))
     model, source = weights.load(files, device, trust_remote_code=trust)
-    if opened.points:
-        add_pointer_head(model, files)
+    add_own_head(model, opened)
     use_variant = None if opened.variants is None else opened.variants.apply(model)
     own_cache = rehearsal_of(model).own_cache
     if own_cache and arithmetic.no_own_cache:

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
-from prefillcli.models import decider
-from prefillcli.models.files import quoted, read_json
+from prefillcli.models import decider, pplx
+from prefillcli.models.files import READOUT, lacks_vocabulary, quoted, read_json
 from prefillcli.models.gguf_header import POINTER_HEAD, GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.layouts import Layout, LayoutForm
@@ -76,7 +76,7 @@ _READ: Mapping[str, _Kind] = {
 # A file that only such a model's folder has, and its type.
 _FOLDERS: Mapping[str, str] = {
     decider.CONFIG: "decider",
-    "decision_config.json": "pplx-decider",
+    pplx.CONFIG: "pplx-decider",
 }
 # The same beside the adapter_config.json of a LoRA.
 _ADAPTERS: Mapping[str, str] = {
@@ -94,18 +94,28 @@ def require_layout(model: Path, option: str, layout: str, beside: Path | None = 
     temperatures are wrong, unless the `layout` asked for is that of any model. Only `--model` is asked in layouts, and
     in that of the model `beside` which it is, `--first`."""
     if layout == "generic":
+        if model.is_dir() and lacks_vocabulary(model):
+            raise UsageError(
+                f"{option} {model}: it has {READOUT} and no head for its vocabulary, so it answers in its own layout "
+                "alone\nleave --layout generic out"
+            )
         return
     if (found := decision_type(model)) is None:
         read_temperatures(model)
         return
-    own = layout_form(model, layout)
-    if own is not None and (option == "--model" or (beside is not None and own == layout_form(beside, layout))):
+    own = layout_form(model, layout) if option == "--model" or beside is not None else None
+    if own is not None and option == "--model":
+        return
+    if own is not None and own.readout:
+        raise UsageError(f"{option} {model}: it has {READOUT}, which is read as --model alone\ntake another model")
+    if own is not None and beside is not None and own == layout_form(beside, layout):
         return
     kind, said_by = found
-    why = f"that is not read; decider's folders and, of GGUF files, {', '.join(_READ)} are read, as --model"
+    read = f"folders of decider and PPLX-Decider and, of GGUF files, {', '.join(_READ)} are read, as --model"
+    why = f"that is not read; {read}" if own is None or beside is None else "the layout of --model is another"
     raise UsageError(
         f"{option} {model}: a decision model of the type {kind} (by {said_by}), which answers only in the layout that "
-        f"it was trained on, and {why if own is None or beside is None else 'the layout of --model is another'}\n"
+        f"it was trained on, and {why}\n"
         "take another model; --layout generic asks it like any other, for answers that it was not trained to give"
     )
 
@@ -129,6 +139,8 @@ def layout_form(model: Path, layout: str) -> LayoutForm | None:
     kind, said_by = found
     if said_by == decider.CONFIG:
         return decider.read_form(model)
+    if said_by == pplx.CONFIG:
+        return pplx.read_form(model)
     return LayoutForm(kind, **_READ[kind].form) if kind in _READ and gguf_parts(model) else None
 
 
@@ -155,6 +167,8 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
         return None
     if form.type == "decider":
         return decider.read_decider(model, tokenizer, _codes(tokenizer, _READ["pplx-decider"]))
+    if form.readout:
+        return pplx.read_pplx(model, _codes(tokenizer, _READ[form.type]))
     kind, header = _READ[form.type], read_gguf_header(gguf_parts(model)[0])
     template = header.fields.get(_TEMPLATE)
     if not isinstance(template, str):

@@ -50,6 +50,7 @@ _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0
 _WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 _WHOLE_FILE = "model.safetensors"
+READOUT = "readout.safetensors"  # in the folder of a decision model, the rows of its answers
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -127,6 +128,14 @@ def weight_files(path: Path) -> list[Path]:
         names = set(read_json(index).get("weight_map", {}).values())
         return sorted(path / name for name in names if (path / name).is_file())
     return []
+
+
+def lacks_vocabulary(folder: Path) -> bool:
+    """Return whether a model has a readout instead of a head for its vocabulary. Raises UsageError for files that are
+    not whole."""
+    headers = map(read_header, weight_files(folder) if (folder / READOUT).is_file() else ())
+    names = [name for header in headers for name in header]
+    return bool(names) and not any(name.endswith("lm_head.weight") for name in names)
 
 
 def read_header(file: Path) -> dict[str, Any]:

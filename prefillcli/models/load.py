@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
+from prefillcli.models.files import READOUT
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.gguf import TOKENIZER_BYTES, GgufModel, make_cached
 from prefillcli.models.gguf_header import POINTER_BIAS, POINTER_HEAD
@@ -24,6 +28,9 @@ from prefillcli.models.weights import Quantisation, plan_quantisation, rehearsal
 from prefillcli.runtime.clock import step
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.model_ends import embedding_device
+
+if TYPE_CHECKING:
+    from prefillcli.models.open import Opened
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -99,6 +106,15 @@ def _load_gguf(gguf: GgufModel, files: ModelFiles, attention: str | None) -> tup
     return model, info
 
 
+def add_own_head(model: PreTrainedModel, opened: Opened) -> None:
+    """Give a model the head of its layout, if that has one of its own, instead of that of its vocabulary. Raises
+    UsageError, ContentChangedError and ResourceError."""
+    if opened.points:
+        _add_pointer_head(model, opened.files)
+    elif opened.layout is not None and opened.layout.form.readout:
+        _add_readout(model, opened.files, [token for (token,) in opened.layout.codes.values()])
+
+
 class _PointerHead(nn.Linear):
     """A small head that is computed in float32, because its outputs are multiplied with one another."""
 
@@ -106,9 +122,40 @@ class _PointerHead(nn.Linear):
         return super().forward(hidden.float())
 
 
-def add_pointer_head(model: PreTrainedModel, files: ModelFiles) -> None:
-    """Give a model the head of a decision model that compares options with their question, instead of that of its
-    vocabulary. Raises UsageError, ContentChangedError and ResourceError."""
+class _CodeHead(nn.Linear):
+    """A head for a few tokens of a vocabulary, in float32; the logits of all others are -inf."""
+
+    def __init__(self, weight: Tensor, tokens: Sequence[int], vocabulary: int) -> None:
+        super().__init__(weight.shape[1], len(weight), bias=False, device="meta")
+        self.load_state_dict({"weight": weight}, assign=True)
+        self.register_buffer("_tokens", torch.tensor(tokens), persistent=False)
+        self._vocabulary = vocabulary
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = super().forward(hidden.float())
+        whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)
+        return whole.index_copy_(-1, self.get_buffer("_tokens"), logits)
+
+
+def _add_readout(model: PreTrainedModel, files: ModelFiles, tokens: Sequence[int]) -> None:
+    # The rows of the answers of a decision model, which these tokens stand for. Raises UsageError.
+    file, config = files.path / READOUT, model.config.get_text_config()
+    try:
+        weight = load_file(file)["weight"].float()
+    except (SafetensorError, KeyError, OSError) as error:
+        raise UsageError(f"{file}: {brief(error)}") from None
+    if weight.shape != (len(tokens), config.hidden_size) or not weight.isfinite().all():
+        raise UsageError(
+            f"{file}: weight has the shape {list(weight.shape)}, and must be finite numbers of the shape "
+            f"{[len(tokens), config.hidden_size]}\nget it again"
+        )
+    head = _CodeHead(weight, tokens, config.vocab_size)
+    model.set_output_embeddings(head.requires_grad_(False).to(embedding_device(model)))
+
+
+def _add_pointer_head(model: PreTrainedModel, files: ModelFiles) -> None:
+    # The head of a decision model that compares options with their question. Raises UsageError, ContentChangedError
+    # and ResourceError.
     if files.gguf is None:
         raise UsageError(f"{files.origin}: such a head is read of GGUF files alone")
     found = read_outside(files.gguf, (POINTER_HEAD, POINTER_BIAS))

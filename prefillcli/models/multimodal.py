@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from prefillcli.models.files import read_header, weight_files
+from prefillcli.models.files import lacks_vocabulary, read_header, weight_files
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 
@@ -58,9 +58,12 @@ def text_part(whole: Any) -> TextPart | None:
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read a model's configuration, without flags of its training that would change what a forward returns."""
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    headless = lacks_vocabulary(folder)  # it gets another head, and until then that of its embedding
     for config in (whole, whole.get_text_config()):
         for name, value in FORWARD.items() if isinstance(config, PreTrainedConfig) else ():
             setattr(config, name, value)
+        if headless:
+            config.tie_word_embeddings = True
     return whole
 
 

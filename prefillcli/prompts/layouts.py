@@ -42,12 +42,13 @@ class LayoutForm(NamedTuple):
     """What is known of a layout before its model is opened: the `type` of the model, and how some questions are asked
     in several prompts. With `levels_apart` each level of a score has a prompt of its own, which asks whether it fits.
     With `mirrored` a choice is asked in two orders, the second one backwards, and nothing else is. With `stateless` a
-    request may be about nothing."""
+    request may be about nothing. A `readout` is a head of the model's own, with a row for each code."""
 
     type: str
     levels_apart: bool = False
     mirrored: bool = False
     stateless: bool = False
+    readout: bool = False
 
     def asks_apart(self, question: Question) -> bool:
         """Return whether each of its options has a prompt of its own."""

@@ -86,4 +86,4 @@ def test_a_job_refuses_such_a_model_but_as_a_draft(
         assert score("in.parquet", keep=0.5, **flags)["exit_code"] == 0
         return
     assert score("in.parquet", **flags)["exit_code"] == 2
-    assert f"--{option} {folder}: a decision model of the type pplx-decider" in capsys.readouterr().err
+    assert "decision_config.json: format_version is null, and only 1 is read" in capsys.readouterr().err
