@@ -298,7 +298,7 @@ class WeighedRow:
         self._evidence = evidence
         self._label = label
         whole = scored.audit
-        if whole is None and scored.exit_layer is None and scored.kept_tokens == len(prompt.tokens):
+        if whole is None and scored.exit_layer is None and scored.kept_tokens == len(prompt.whole):
             whole = scored.logprobs
         ablated = evidence.ablation.of(prompt)
         self._sections = [each.section for each in ablated]

@@ -259,9 +259,9 @@ def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvalu
     finally:
         builder.close()
     decode = Encoder(inputs.opened.tokenizer).decode
-    tokens = [prompt.tokens for prompt in prompts.values()]
+    tokens = [prompt.whole for prompt in prompts.values()]
     shared = min((common_prefix(tokens[0], each) for each in tokens[1:]), default=0)
-    texts = {name: _end_of(prompt.tokens, shared, decode) for name, prompt in prompts.items()}
+    texts = {name: _end_of(prompt.whole, shared, decode) for name, prompt in prompts.items()}
     changed = {
         kind: [row.model_copy(update={"text": texts.get(_name(row))}) for row in getattr(evaluation, kind)]
         for kind in ("surest_wrong", "near_threshold")

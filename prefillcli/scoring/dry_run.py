@@ -162,7 +162,7 @@ def survey(
             with clock.phase("plan"):
                 found.add(window)
                 costs.add(window.prompts)
-            tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
+            tick(len(window.rows), sum(len(prompt.whole) for prompt in window.prompts))
     return Survey(
         rows=found.rows(costs.errors),
         prompt_tokens=found.tokens,

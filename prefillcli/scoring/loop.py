@@ -193,7 +193,7 @@ class WindowWork:
                 finished.tokens.audit += answer.computed_tokens
                 self.audits[key] = answer.logprobs
             else:
-                finished.tokens.prompt += len(request.prompt.tokens)
+                finished.tokens.prompt += len(request.prompt.whole)
                 finished.tokens.kept += kept_tokens(request, answer)
                 finished.tokens.shared += answer.shared_tokens
                 self.scored[key] = scored_row(request, answer, audited=answer.prompt in self.in_full)
@@ -241,7 +241,7 @@ class WindowWork:
     def share(self, pack: Pack) -> tuple[float, float]:
         ordinary = [i for i in pack.prompts if i < self.ordinary]
         prompts = [self.requests[i].prompt for i in ordinary]
-        tokens = sum(len(prompt.tokens) for prompt in prompts)
+        tokens = sum(len(prompt.whole) for prompt in prompts)
         return self.rows_of(prompts) / len(pack.tokens), tokens / len(pack.tokens)
 
     def rows_of(self, prompts: Sequence[Prompt]) -> float:
@@ -496,7 +496,7 @@ def begin_window(
     for asker in further.askers if further is not None else ():
         later = asker.later(window, requests)
         prompts = (requests[number].prompt for number in later)
-        waiting += sum(len(prompt.tokens) for prompt in prompts if prompt.row not in done)
+        waiting += sum(len(prompt.whole) for prompt in prompts if prompt.row not in done)
         requests = [request for number, request in enumerate(requests) if number not in later]
     audited = _audited(window, requests, engine, options)
     requests, audited, ahead = _ahead(requests, audited, options, listener, finished)
@@ -517,7 +517,7 @@ def begin_window(
     if found_before:
         _add_known(finished, work, found_before, known)
         rows = len({each.prompt.row for each in found_before})
-        listener.step(None, rows, sum(len(each.prompt.tokens) for each in found_before), 0)
+        listener.step(None, rows, sum(len(each.prompt.whole) for each in found_before), 0)
     if waiting:  # progress counts what is read for a row in the first place
         finished.tokens.prompt += waiting
         listener.step(None, 0, waiting, 0)
@@ -566,7 +566,7 @@ def _add_ahead(
 ) -> None:
     """Add the questions that first models answer without the model."""
     new = [(request, row) for request, row in ahead if row.row not in done]
-    tokens = sum(len(request.prompt.tokens) for request, _ in new)
+    tokens = sum(len(request.prompt.whole) for request, _ in new)
     finished.rows += work.settle_ahead(new)
     finished.tokens.prompt += tokens
     listener.step(None, work.rows_of([request.prompt for request, _ in new]), tokens, 0)
@@ -578,7 +578,7 @@ def _add_known(
     """Add the rows of questions that were answered before the first window."""
     rows = [known[row] for row in dict.fromkeys(each.prompt.row for each in requests)]
     finished.rows += work.settle_known(requests, rows)
-    finished.tokens.prompt += sum(len(each.prompt.tokens) for each in requests)
+    finished.tokens.prompt += sum(len(each.prompt.whole) for each in requests)
     finished.tokens.kept += sum(len(each.tokens) for each in requests)
     finished.tokens.shared += sum(row.shared_tokens for row in rows)
 

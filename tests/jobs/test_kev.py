@@ -240,6 +240,16 @@ def test_the_options_are_part_of_the_prompt(file: Path) -> None:
             assert count - 10 < row["prompt_tokens"] <= limit
 
 
+def test_evidence_asks_again_without_a_section(file: Path, answer: Callable[..., list[Any]]) -> None:
+    write_parquet("in.parquet", text=["no fox\n\nand no dog"])
+    assert score("in.parquet", model=file, ask="Is it late?", evidence=True)["exit_code"] == 0
+    (row,) = read_output("out.parquet")
+    (found,) = row["answer.evidence"]
+    without = answer("and no dog", "Is it late?", ["no", "yes"], 1.5)[1].expected
+    assert found["change"] == pytest.approx(row["answer"] - without, abs=1e-5)
+    assert read_report("out.run.json")["tokens"]["prompt"] == row["prompt_tokens"]
+
+
 def test_inspect_shows_the_whole_prompt_and_its_answer(file: Path, answer: Callable[..., list[Any]]) -> None:
     write_parquet("in.parquet", text=["one text"])
     given = {"inputs": ["in.parquet"], "ask": "Is it late?", "model": str(file), "row": "0", "html": "row.html"}
