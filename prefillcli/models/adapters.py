@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
-from prefillcli.models.decision_models import SAYS_SO, TEMPERATURES, read_temperatures, require_layout
+from prefillcli.models.decision_models import (
+    SAYS_SO,
+    TEMPERATURES,
+    read_layout,
+    read_temperatures,
+    require_layout,
+)
 from prefillcli.models.files import quoted, read_header, read_json
 from prefillcli.options.reading import AdapterOptions
 from prefillcli.prompts.settings import RowColumns
@@ -316,21 +322,31 @@ def open_adapters(
     for folder in paths.values():
         require_layout(folder, OPTION, layout)
     found = [_read_adapter(name, folder, reader) for name, folder in paths.items()]
-    opened = opened if layout == "generic" else _with_temperatures(opened, found, by_row=column is not None)
     opened = _with_tokenizer(opened, found, by_row=column is not None, trust_remote_code=trust_remote_code)
+    opened = opened if layout == "generic" else _asked_as(opened, found, by_row=column is not None)
     return replace(opened, variants=AdapterVariants(tuple(_checked(each, opened.files) for each in found), column))
 
 
-def _with_temperatures(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool) -> Opened:
-    # Those of the model were fitted without an adapter. Raises UsageError for an adapter that reads some rows alone.
-    own: Mapping[str, float] = {}
+def _asked_as(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool) -> Opened:
+    # With the layout of an adapter, or its temperatures: those of the model were fitted without one. Raises UsageError
+    # for an adapter that reads some rows alone, and for a model with another layout.
+    layout, heats = None, dict[str, float]()
     for adapter in adapters:
-        if (own := read_temperatures(adapter.path)) and by_row:
+        layout, heats = read_layout(adapter.path, opened.tokenizer), dict(read_temperatures(adapter.path))
+        if by_row and (heats or layout is not None):
+            what = f"{TEMPERATURES} is" if layout is None else f"layout ({layout.form.type}) is"
             raise UsageError(
-                f"{OPTION} {adapter.path}: its {TEMPERATURES} is for its own rows, and rows of several adapters are "
-                "answered alike\nscore its rows in a separate job, or leave the temperatures out with --layout generic"
+                f"{OPTION} {adapter.path}: its {what} for its own rows, and rows of several adapters are asked alike\n"
+                "score its rows in a separate job, or leave that out with --layout generic"
             )
-    return replace(opened, temperatures=own)
+        if layout is not None and opened.layout is not None:
+            raise UsageError(
+                f"{OPTION} {adapter.path}: it has a layout of its own ({layout.form.type}), and so has the model "
+                f"({opened.layout.form.type})\ntake the model that it was trained on"
+            )
+    if layout is not None:
+        return replace(opened, layout=layout, temperatures={})
+    return replace(opened, temperatures=heats)
 
 
 def local_adapter(name: str) -> Path | None:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
-from prefillcli.models import decider, pplx
+from prefillcli.models import decider, decision_adapters, pplx
 from prefillcli.models.files import READOUT, lacks_vocabulary, quoted, read_json
 from prefillcli.models.gguf_header import POINTER_HEAD, GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
@@ -80,19 +80,25 @@ _FOLDERS: Mapping[str, str] = {
 }
 # The same beside the adapter_config.json of a LoRA.
 _ADAPTERS: Mapping[str, str] = {
+    decision_adapters.LEV: "lev",
+    decision_adapters.NIMBLE: "nimble",
     "training_config.json": "kev",
-    "schema_config.json": "nimble",
-    "calibration.json": "lev",
+    decision_adapters.CALIBRATION: "lev",
 }
 TEMPERATURES = "temperatures.json"  # one for each of these types of questions
 _TYPES = ("choice", "score", "noul")
-SAYS_SO = (*_FOLDERS, *_ADAPTERS, TEMPERATURES)  # files of a folder that say how its model is asked
+SAYS_SO = (
+    *_FOLDERS,
+    *_ADAPTERS,
+    decision_adapters.HEAT,
+    TEMPERATURES,
+)  # files of a folder that say how its model is asked
 
 
 def require_layout(model: Path, option: str, layout: str, beside: Path | None = None) -> None:
     """Raise UsageError for the model of an option that needs a layout of its own which is not read, or whose
-    temperatures are wrong, unless the `layout` asked for is that of any model. Only `--model` is asked in layouts, and
-    in that of the model `beside` which it is, `--first`."""
+    temperatures are wrong, unless the `layout` asked for is that of any model. Only `--model` is asked in layouts, its
+    own or that of an `--adapter`, and `--first` in that of the model `beside` which it is."""
     if layout == "generic":
         if model.is_dir() and lacks_vocabulary(model):
             raise UsageError(
@@ -103,14 +109,15 @@ def require_layout(model: Path, option: str, layout: str, beside: Path | None = 
     if (found := decision_type(model)) is None:
         read_temperatures(model)
         return
-    own = layout_form(model, layout) if option == "--model" or beside is not None else None
-    if own is not None and option == "--model":
+    kind, said_by = found
+    asked = option == "--model" or (option == "--adapter" and said_by in _ADAPTERS)
+    own = layout_form(model, layout) if asked or beside is not None else None
+    if own is not None and asked:
         return
     if own is not None and own.readout:
         raise UsageError(f"{option} {model}: it has {READOUT}, which is read as --model alone\ntake another model")
     if own is not None and beside is not None and own == layout_form(beside, layout):
         return
-    kind, said_by = found
     read = f"folders of decider and PPLX-Decider and, of GGUF files, {', '.join(_READ)} are read, as --model"
     why = f"that is not read; {read}" if own is None or beside is None else "the layout of --model is another"
     raise UsageError(
@@ -141,7 +148,8 @@ def layout_form(model: Path, layout: str) -> LayoutForm | None:
         return decider.read_form(model)
     if said_by == pplx.CONFIG:
         return pplx.read_form(model)
-    return LayoutForm(kind, **_READ[kind].form) if kind in _READ and gguf_parts(model) else None
+    known = gguf_parts(model) if said_by not in _ADAPTERS else kind != "kev" and decision_adapters.is_read(model)
+    return LayoutForm(kind, **_READ[kind].form) if kind in _READ and known else None
 
 
 def decision_type(model: Path) -> tuple[str, str] | None:
@@ -169,26 +177,37 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
         return decider.read_decider(model, tokenizer, _codes(tokenizer, _READ["pplx-decider"]))
     if form.readout:
         return pplx.read_pplx(model, _codes(tokenizer, _READ[form.type]))
-    kind, header = _READ[form.type], read_gguf_header(gguf_parts(model)[0])
-    template = header.fields.get(_TEMPLATE)
-    if not isinstance(template, str):
-        raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
+    kind = _READ[form.type]
+    template, heats = _told(model)
     if kind.marker:
         numbers = {str(number): (number,) for number in range(_MOST_CODES)}
-        marker = _marker(model, tokenizer, kind.marker)
-        return Layout(form, template, numbers, _temperatures(model, header), marker=marker)
+        return Layout(form, template, numbers, heats, marker=_marker(model, tokenizer, kind.marker))
     codes = _codes(tokenizer, kind)
     needed = kind.codes if kind.all_codes else kind.codes[: kind.others.get("ratings", 0)]
     if (lost := next((code for code in needed if code not in codes), None)) is not None:
         raise UsageError(f"{model}: its tokenizer has no token {lost!r}, which stands for an option\nconvert it again")
+    if not gguf_parts(model):
+        decision_adapters.require_codes(model, codes)
     return Layout(
         form,
         template,
         codes,
-        _temperatures(model, header),
+        heats,
         own_codes=_tokens(tokenizer, kind.own_codes),
         **kind.others,
     )
+
+
+def _told(model: Path) -> tuple[str, dict[str, float]]:
+    # The template of a GGUF model or an adapter, and its temperatures by the type of a question, or by that and the
+    # number of its options. Raises UsageError.
+    if not (parts := gguf_parts(model)):
+        return decision_adapters.read_template(model), decision_adapters.read_heats(model)
+    header = read_gguf_header(parts[0])
+    template = header.fields.get(_TEMPLATE)
+    if not isinstance(template, str):
+        raise UsageError(f"{model}: a decision model without its template, {_TEMPLATE}\nconvert it again")
+    return template, _temperatures(model, header)
 
 
 def _marker(model: Path, tokenizer: Any, text: str) -> int:

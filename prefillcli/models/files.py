@@ -57,9 +57,7 @@ _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 def find_weights(folder: Path) -> list[Path]:
     """Find the safetensors files of a model directory. Raises UsageError for another directory."""
     if not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
-        raise UsageError(f"{folder}: no config.json, so this is not a model directory{advice}")
+        raise UsageError(f"{folder}: no config.json, so this is not a model directory{_of_adapter(folder)}")
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"{folder}: has an adapter beside the model (adapter_config.json), which transformers merges where "
@@ -73,6 +71,16 @@ def find_weights(folder: Path) -> list[Path]:
         found = f" (found {', '.join(others[:3])}, which is not read: only safetensors and GGUF are)" if others else ""
         raise UsageError(f"{folder}: no .safetensors file{found}")
     return weights
+
+
+def _of_adapter(folder: Path) -> str:
+    # Advice, if it is the folder of an adapter.
+    file = folder / "adapter_config.json"
+    found = read_json(file) if file.is_file() else None
+    base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+    named = f", which names its model {quoted(base)}" if isinstance(base, str) and base else ""
+    advice = f"\nit has an adapter: give the model as --model, and this as --adapter{named}"
+    return advice if file.is_file() else ""
 
 
 def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from prefillcli.options.engines import require_engine
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.layouts import LayoutForm
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
@@ -58,7 +59,7 @@ def open_rows(settings: JobSettings, carried: Sequence[str | None] = ()) -> tupl
             f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
         )
     models = local_models(settings)
-    if models and (form := layout_form(models[0], settings.lm.layout)) is not None:
+    if (form := _form_of(settings, models)) is not None:
         asking.take_layout(form)
     require_engine(settings.engine.engine)
     for path in source.left_out:
@@ -74,6 +75,16 @@ def open_rows(settings: JobSettings, carried: Sequence[str | None] = ()) -> tupl
         refuse_unlike_partitions(settings, source.partition_keys)
         require_uses(settings, parts, source.available)
     return rows, parts
+
+
+def _form_of(settings: JobSettings, models: Sequence[Path]) -> LayoutForm | None:
+    # How the model is asked, by its own files or an adapter's, as far as they are on this machine.
+    folders = [*models[:1]]
+    if settings.adapters.adapter:
+        from prefillcli.models.adapters import local_adapter
+
+        folders += filter(None, map(local_adapter, settings.adapters.adapter.values()))
+    return next(filter(None, (layout_form(each, settings.lm.layout) for each in folders)), None)
 
 
 def rows_of(

@@ -279,5 +279,5 @@ def test_an_adapter_beside_a_model_is_not_merged_unasked(model: Path, tmp_path: 
 
 def test_an_adapter_that_is_given_as_a_model_is_told_apart(model: Path, tmp_path: Path) -> None:
     folder = save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(UsageError, match="it has an adapter: give the model as --model, and this as --adapter"):
+    with pytest.raises(UsageError, match="give the model as --model, and this as --adapter, which names its model"):
         read_model_files(folder)
