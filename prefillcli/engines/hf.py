@@ -264,13 +264,9 @@ def plain_numbers(
     if labels.pointers:
         whole = np.concatenate([tokens, labels.sequences[0][:-1]])
         outputs = _outputs(model, whole, labels.tokens + 1)
-        places = labels.places(np.arange(labels.tokens + 1))
-        return (
-            labels.divided(pointer_numbers(outputs[places.rows].cpu().double().numpy())),
-            None,
-            len(whole),
-            outputs[-1],
-        )
+        rows = labels.places(np.arange(labels.tokens + 1)).rows
+        found = pointer_numbers(outputs[rows].cpu().double().numpy())
+        return labels.divided(found), None, len(whole), outputs[-1]
     values, greedy, computed, last = sequence_logprobs(model, tokens, labels.sequences)
     by_token = ReadTokens(values, greedy) if labels.by_token else None
     return labels.divided(labels.logprobs(values)), by_token, computed, last
