@@ -17,7 +17,7 @@ from prefillcli.prompts.layouts import Layout, LayoutForm
 
 CONFIG = "decision_config.json"
 # What is read of settings that other models of this form have, by the value that stands for their absence.
-_READ = {"attention_mode": "causal", "pooling": "last", "prompt": "pplx", "architecture": "decoder"}
+_READ = {"attention_mode": "causal", "pooling": "last", "prompt": "pplx"}
 _UNREAD = "prompt_layout"  # of models whose prompts are not known
 _SYSTEM = (
     "Classify the supplied state using the question and option descriptions. "
