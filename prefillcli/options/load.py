@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import codecs
 import inspect
+import json
 import os
 import re
 import reprlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import ValidationError
@@ -71,6 +74,8 @@ def load_settings(
             given.set(name, unescaped(kind, name, environment[variable]), variable, "environment")
     for name, value in flags.items():
         given.set(name, value, as_typed(kind, name, value), "flag")
+    if "adapter" in kind.options():
+        given.take_base()
     for name, other in (("resume", "overwrite"), ("overwrite", "resume")):
         if flags.get(name) and other not in flags:  # the flag wins over a recipe with the other
             given.values.pop(other, None)
@@ -136,6 +141,23 @@ class _Merged:
         self.values[name], self.origin[name], self._from[name] = value, origin, source
         if source == "recipe":
             self._recipe[name] = value
+
+    def take_base(self) -> None:
+        """Let the folder of an adapter that is given as the model stand for the adapter, and for the model that it
+        names, if that is a folder."""
+        name, found = self.values.get("model"), None
+        folder = (
+            Path(name).expanduser() if isinstance(name, str | PathLike) and not self.values.get("adapter") else None
+        )
+        if folder is None or (folder / "config.json").is_file():
+            return
+        with suppress(OSError, ValueError):  # no adapter, or one that is told apart when it is opened
+            found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+        if isinstance(base, str) and base and Path(base).expanduser().is_dir():
+            source, origin = self._from["model"], self.origin["model"]
+            self.set("adapter", {folder.resolve().name: str(name)}, origin, source)
+            self.set("model", base, origin, source)
 
     def settings(self, kind: type[AnySettings]) -> AnySettings:
         """Return all values that this kind of settings has. Raises UsageError for the first wrong one."""

@@ -180,6 +180,22 @@ def test_nimble_has_short_codes_where_letters_do_not_suffice(made: Callable[...,
         assert f"Return only that choice's {codes} code, without" in prompt
 
 
+def test_the_folder_of_an_adapter_stands_for_its_model_too(
+    chat_model: Path, made: Callable[..., tuple[Path, Merged]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, _ = made(LEV)
+    write_parquet("in.parquet", text=["a"])
+    found = []
+    for flags in ({"model": chat_model, "adapter": {"adapter": str(adapter)}}, {"model": adapter}):
+        assert score("in.parquet", ask="Is it late?", overwrite=True, **flags)["exit_code"] == 0
+        found.append(read_output("out.parquet")[0]["answer"])
+    assert found[0] == found[1]
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "Qwen/Qwen3.5-4B"}))
+    assert score("in.parquet", model=adapter, ask="Is it late?", overwrite=True)["exit_code"] == 2
+    assert 'and this as --adapter, which names its model "Qwen/Qwen3.5-4B"' in capsys.readouterr().err
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another task": (
         {"schema_config.json": {"task": "schema_candidate_classification_v1"}},
