@@ -364,4 +364,5 @@ EVERY_FORM = (
     Choice("?", (Option("a", "+"), Option("b"))),
     Choice("?", (Option("a", "+"), Option("ab"))),
     Score("?", (Option("a", "+"), Option("b"))),
+    Score("?", (Option("a", "+"), Option("ab"))),
 )

@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise, product
 
-from prefillcli.prompts.questions import Choice, Option, Predicate, Question
+from rich.cells import cell_len
+
+from prefillcli.prompts.questions import Choice, Option, Predicate, Question, Score
 
 QUESTION_END = "\nAnswer:"  # ends a prompt that is no chat
+# Longer options are answered with codes. So are those of which one is so many times as long as another, unless all are
+# short. Wide letters, like Chinese ones, count twice.
+LONG, UNEVEN, SHORT = 40, 4, 20
 Order = Sequence[int]  # numbers of a question's options, in the order in which a prompt lists them
 
 
@@ -35,27 +40,40 @@ def text_of(question: Question, order: Order | None = None) -> str:
     if isinstance(question, Predicate):
         told = [(name, each) for name, each in (("Yes", question.true), ("No", question.false)) if each]
         return "\n".join([*lines, *(f"{name}: {each}" for name, each in told)])
-    options = [question.options[number] for number in order or range(len(question.options))]
-    if _are_words(question):
-        return "\n".join([*lines, *(f"- {_described(each)}" for each in options)])
-    lettered = zip(_letters(len(options)), options, strict=True)
-    said = (f"{letter}. {_described(each)}" for letter, each in lettered)
-    return "\n".join([*lines, *said, "Answer with its letter."])
+    codes, listed = _codes(question, order), order or range(len(question.options))
+    if codes is None:
+        return "\n".join([*lines, *(f"- {_described(question.options[number])}" for number in listed)])
+    said = (f"{codes[number]}. {_described(question.options[number])}" for number in listed)
+    return "\n".join([*lines, *said, f"Answer with its {'number' if codes[0].isdigit() else 'letter'}."])
 
 
 def with_answers(question: Question, order: Order | None = None) -> Question:
     """Return the question with the answers that its prompt asks for, which lists the options in this order."""
-    if isinstance(question, Predicate) or _are_words(question):
+    if isinstance(question, Predicate) or (codes := _codes(question, order)) is None:
         return question
-    said = dict(zip(order or range(len(question.options)), _letters(len(question.options)), strict=True))
-    answers = (each._replace(said=said[number]) for number, each in enumerate(question.answers))
+    answers = (each._replace(said=code) for each, code in zip(question.answers, codes, strict=True))
     return replace(question, answers=tuple(answers))
 
 
-def _are_words(question: Question) -> bool:
-    # Whether the model answers with the words of an option, which must not begin another one's; else with its letter.
-    texts = sorted(each.text.strip() for each in question.options)
-    return not any(other.startswith(one) for one, other in pairwise(texts))
+def _codes(question: Question, order: Order | None) -> Sequence[str] | None:
+    # What the model answers for each option, by its number: the place of a level in its scale, or the letter of an
+    # option in its list. None where it answers with their words.
+    if not _need_codes([each.text.strip() for each in question.options]):
+        return None
+    count = len(question.options)
+    numbered = any(each.text.strip()[0] in string.digits for each in question.options)
+    if isinstance(question, Score) and count <= len(string.digits) and not numbered:
+        return string.digits[:count]
+    listed = dict(zip(order or range(count), _letters(count), strict=True))
+    return [listed[number] for number in range(count)]
+
+
+def _need_codes(texts: Sequence[str]) -> bool:
+    # Whether one begins another, or they are too long or too uneven for their likelihoods to be compared.
+    lengths = [cell_len(each) for each in texts]
+    if max(lengths) > LONG or max(lengths) > max(SHORT, UNEVEN * min(lengths)):
+        return True
+    return any(other.startswith(one) for one, other in pairwise(sorted(texts)))
 
 
 def _described(option: Option) -> str:

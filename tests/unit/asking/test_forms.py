@@ -37,6 +37,38 @@ def test_options_of_which_one_begins_another_are_answered_by_letters() -> None:
     assert [each.said for each in with_answers(question, (2, 0, 1)).answers] == ["B", "C", "A"]
 
 
+def test_levels_that_are_sentences_are_answered_by_their_numbers() -> None:
+    levels = ["None: everything reconciles.", "Moderate: a real difference that is worth confirming."]
+    question = Score("How large is it?", levels)
+    assert text_of(question, (1, 0)) == (
+        f"\n\nHow large is it?\n1. {levels[1]}\n0. {levels[0]}\nAnswer with its number."
+    )
+    assert [each.said for each in with_answers(question, (1, 0)).answers] == ["0", "1"]
+    assert [each.said for each in with_answers(Score("?", ["1 of them", "1 of them and others"])).answers] == [
+        "A",
+        "B",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "codes"),
+    [
+        (["yes", "not that I know of"], False),  # both are short
+        (["yes", "not that I know of, no"], True),
+        (["a tweet", "a newspaper editorial"], False),
+        (["a" * 40, "b" * 40], False),
+        (["a" * 41, "b" * 41], True),
+        (["文" * 20, "字" * 20], False),
+        (["文" * 21, "字" * 21], True),
+    ],
+)
+def test_words_that_are_weighed_are_short_and_alike(texts: list[str], codes: bool) -> None:
+    said = [each.said for each in with_answers(Choice("?", texts)).answers]
+    assert said == (["A", "B"] if codes else [None, None])
+    said = [each.said for each in with_answers(Score("?", texts)).answers]
+    assert said == (["0", "1"] if codes else [None, None])
+
+
 def test_a_text_and_a_boolean_that_look_alike_are_told_apart() -> None:
     question = with_answers(Choice("What is it?", [True, "true", False]))
     assert len(set(question.names)) == 3
@@ -61,4 +93,4 @@ def test_one_text_is_no_list_of_options() -> None:
 
 def test_the_identity_of_requests_has_questions_of_every_type_and_form() -> None:
     assert {each.type for each in EVERY_FORM} == {"predicate", "choice", "score"}
-    assert {with_answers(each) is each for each in EVERY_FORM} == {True, False}, "by words and by letters"
+    assert {with_answers(each) is each for each in EVERY_FORM} == {True, False}, "by words and by codes"
