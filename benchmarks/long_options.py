@@ -123,8 +123,9 @@ def logprobs_of(table: pa.Table, name: str, count: int) -> Float64Array:
 
 def shares_of(logprobs: Float64Array) -> Float64Array:
     """Probabilities among the options."""
-    found: Float64Array = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
-    return found / found.sum(axis=-1, keepdims=True)
+    found = np.exp(logprobs - logprobs.max(axis=-1, keepdims=True))
+    shares: Float64Array = found / found.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def readings(found: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str, Float64Array]:

@@ -14,10 +14,18 @@ from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_fi
 from prefillcli.asking.choices import RowChoices
 from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
 from prefillcli.asking.layouts import answered_by, orders_in, require_own_layout
-from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
+from prefillcli.asking.requests import (
+    DecisionRequest,
+    Kind,
+    RequestError,
+    carried_request,
+    is_request_file,
+    makes_prompts,
+)
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
 from prefillcli.options.asking import BATCH_ID
+from prefillcli.options.judging import CONTENT, ProbabilityOptions
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks, NotLiteral, not_literal
@@ -74,6 +82,8 @@ def for_requests(settings: AnyJob, available: Sequence[str], first: Mapping[str,
                 "prefill score --dry-run tells what they take"
             )
         return found
+    if "probabilities" in settings.groups() and settings.probabilities.calibrate_with:
+        _require_content(settings, kind)
     if settings.requests.format and not kind and "files" not in settings.groups():
         raise UsageError("--format: the rows are no requests with typed questions\nleave it out")
     if settings.requests.format and in_lines and named not in (None, BATCH_ID):
@@ -95,6 +105,16 @@ def for_requests(settings: AnyJob, available: Sequence[str], first: Mapping[str,
     return found
 
 
+def _require_content(settings: JobSettings, kind: Kind | None) -> None:
+    # Raise UsageError where --calibrate-with has no text to replace.
+    if kind and not all(text.strip() for text in settings.probabilities.calibrate_with):
+        raise UsageError("--calibrate-with '': requests ask about a text, and it is empty\ngive a text like N/A")
+    if settings.probabilities.calibrate_columns and kind:
+        raise UsageError("--set calibrate_columns: requests have no columns that their prompts are made of\nleave it out")
+    if not kind and not makes_prompts(settings):
+        raise UsageError(CONTENT.message("--calibrate-with"))
+
+
 class DecisionAsking(Asking):
     """The questions that each row asks about its own document, as bodies of requests or as lines of a batch file."""
 
@@ -107,6 +127,8 @@ class DecisionAsking(Asking):
         self.requests = self.carried
         self._answered: Callable[[Question, Order | None], Question] = with_answers
         self._form: LayoutForm | None = None
+        own = settings.probabilities if "probabilities" in settings.groups() else ProbabilityOptions()
+        self._empty = tuple(own.calibrate_with)
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL) if BODY in self.carried else ()
@@ -142,6 +164,7 @@ class DecisionAsking(Asking):
             carried=self.carried,
             models=served_names(self.settings, opened),
             orders=self.settings.asking.orders,
+            empty=self._empty,
             layout=opened.layout,
             answered=answered_by(opened),
         )
@@ -206,6 +229,7 @@ class DecisionBuilder(PromptBuilder):
         carried: Sequence[str],
         models: Sequence[str],
         orders: int,
+        empty: Sequence[str],
         layout: Layout | None,
         answered: Callable[[Question, Order | None], Question],
     ) -> None:
@@ -219,7 +243,7 @@ class DecisionBuilder(PromptBuilder):
         self.columns = tuple(name for name in (BODY, "input", "state") if name in carried)
         self.needed, self.optional = tuple(needed), (*self._further, *self.columns)
         self._carried = tuple(carried)
-        self._models, self._orders = models, orders
+        self._models, self._orders, self._empty = models, orders, empty
 
     def another(self) -> PromptBuilder:
         """One that makes the same prompts, for another thread."""
@@ -230,13 +254,14 @@ class DecisionBuilder(PromptBuilder):
             carried=self._carried,
             models=self._models,
             orders=self._orders,
+            empty=self._empty,
             layout=self._layout,
             answered=self._answered,
         )
 
     def fingerprint(self) -> str:
         forms = [(text_of(each), with_answers(each).answers) for each in EVERY_FORM]
-        text = json.dumps([super().fingerprint(), self._orders, forms])
+        text = json.dumps([super().fingerprint(), self._orders, forms, *self._empty])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
@@ -244,11 +269,13 @@ class DecisionBuilder(PromptBuilder):
         errors = dict(batch.errors)
         optional = [name for name in self._further if name in batch.columns]
         columns: dict[str, list[Any]] = {name: [] for name in (DOCUMENT, QUESTION, ANSWERS, *optional)}
-        asked: list[tuple[int, int, str]] = []  # of each prompt the row, its number there, and its question's name
+        # Of each prompt the row, its number there, its question's name, and whether it is about a text of `empty`.
+        asked: list[tuple[int, int, str, bool]] = []
         for at, row, request in self._requests(batch, errors):
             try:
-                asks = _asked(request, self._orders, None if self._layout is None else self._layout.form)
-                forms = [self._form(request, question, order) for question, order in asks]
+                asks = [*_asked(request, self._orders, None if self._layout is None else self._layout.form)]
+                about = [request, *(replace(request, document=text, state=text) for text in self._empty)]
+                forms = [self._form(each, question, order) for each in about for question, order in asks]
             except UsageError as none:  # more options than the layout of the model has codes
                 errors[row] = RowError(ErrorCode.INVALID_REQUEST, str(none))
                 continue
@@ -258,16 +285,16 @@ class DecisionBuilder(PromptBuilder):
                 columns[ANSWERS].append(answers)
                 for name in optional:
                     columns[name].append(batch.columns[name][at])
-                asked.append((row, part, question.name))
+                asked.append((row, part, question.name, part >= len(asks)))
         apart = replace(
             batch, rows=np.arange(len(asked)), columns=columns, carried=batch.carried.slice(0, 0), errors={}
         )
         prompts, wrongs = super().build(apart, labels)
         for number, error in sorted(wrongs.items()):
-            row, _, name = asked[number]
+            row, _, name, _ = asked[number]
             errors.setdefault(row, error.of_question(name))
         for prompt in prompts:
-            prompt.row, prompt.part, prompt.question = asked[prompt.row]
+            prompt.row, prompt.part, prompt.question, prompt.empty = asked[prompt.row]
         return [prompt for prompt in prompts if prompt.row not in errors], errors
 
     def _form(self, request: DecisionRequest, question: Question, order: Order) -> tuple[Question, Any, Any, Readout]:

@@ -205,9 +205,9 @@ REFUSED: tuple[Refused, ...] = (
         "--format",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
-            *("--questions", "--target-column", *_EXITS, "--exit-profile", "--calibration"),
-            *("--calibrate-with", "--rationale", "--evidence", "--truth", "--audit", "--min-label-mass"),
-            *("--max-drift", "--keep auto", "--keep-columns", "--partition", "--template"),
+            *("--questions", "--target-column", *_EXITS, "--exit-profile", "--calibration", "--rationale"),
+            *("--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift", "--keep auto"),
+            *("--keep-columns", "--partition", "--template"),
         ),
         "the requests of the input determine what is asked and written",
     ),

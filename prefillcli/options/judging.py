@@ -148,8 +148,9 @@ class GateOptions(Options):
 
 
 CONTENT = Requirement(
-    lambda s: s.prompts.template is not None or s.asking.questions is not None,
-    "needs a --template or --questions, whose columns it replaces: which part of a prompt is content cannot be known",
+    lambda s: s.prompts.template is not None or s.asking.questions is not None or s.requests.format is not None,
+    "needs a --template or --questions, whose columns it replaces, or --format: which part of another prompt is "
+    "content cannot be known",
     "write the prompt as a --template",
 )
 
@@ -189,7 +190,7 @@ class ProbabilityOptions(Options):
     calibrate_with: TextList = option(
         (),
         "Text without content, such as N/A: the model's answer to it is divided out, in the column probability, "
-        "or NAME.calibrated of each question; repeatable.",
+        "or NAME.calibrated of each question, or in the answers to requests; repeatable.",
         ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=CONTENT, text=True,
     )  # fmt: skip
     calibrate_columns: NameList = option(

@@ -144,6 +144,7 @@ class Prompt:
     digest: bytes | None = None
     part: int = 0  # its number among the prompts of its row
     question: str = ""  # of several questions, the name of the one that it asks
+    empty: bool = False  # whether it asks about a text without content, whose answers are divided out
     conditional: bool = False  # whether that depends on the answers to others: it can fail without its row
     # In the first prompt of its row, why conditional ones could not be made, by their numbers.
     failed: dict[int, RowError] | None = None

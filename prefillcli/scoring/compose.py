@@ -102,7 +102,9 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     leaving = Exits(settings.exits, settings.flips, read_as) if leaves_early(settings) else None
     taken = Earlier(settings.earlier, settings.files)
     check_calibration(settings)
-    probabilities = Calibrating(settings.probabilities) if settings.probabilities.calibrates else None
+    # The answers to requests are divided by what is asked with them.
+    calibrates = settings.probabilities.calibrates and not isinstance(asking, DecisionAsking)
+    probabilities = Calibrating(settings.probabilities) if calibrates else None
     shares = Estimating(settings.estimate) if _estimates(settings) else None
     judged = None
     if truths := settings.truth.columns:

@@ -197,7 +197,8 @@ def open_without_rows(settings: JobSettings) -> tuple[Opened, Labels]:
 
 def with_common_prompts(inputs: Inputs) -> Inputs:
     """Add the prompts, besides those of the rows, on which all results depend. Raises UsageError."""
-    found = content_free_prompts(inputs) if inputs.settings.probabilities.calibrate_with else ()
+    texts = inputs.settings.probabilities.calibrate_with
+    found = content_free_prompts(inputs) if texts and not isinstance(inputs.rows.asking, DecisionAsking) else ()
     return replace(inputs, common=found) if found else inputs
 
 

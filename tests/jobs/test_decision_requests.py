@@ -188,6 +188,29 @@ def test_probabilities_are_those_of_the_eager_forward(
         assert_near(shares_of(body_of(row)), wanted_shares(reference, body, flags.get("orders", 1)))
 
 
+SENTENCES = ["None: everything is as it was.", "Some: a real difference that is worth a second look."]
+SIZE = {"type": "score", "name": "size", "instructions": "How?", "levels": [{"label": each} for each in SENTENCES]}
+
+
+@pytest.mark.parametrize("flags", [{}, {"orders": 2}, {"workers": 2}])
+def test_answers_about_texts_without_content_are_divided_out(
+    model: Path, reference: Reference, flags: dict[str, Any]
+) -> None:
+    bodies, texts = [*HANDFUL, openai(SIZE, LATE)], ["N/A", "[MASK]"]
+    flags = {"format": "openai", "calibrate_with": texts} | flags
+    orders = flags.get("orders", 1)
+    for row, body in zip(answered(bodies, model, **flags), bodies, strict=True):
+        require_form(body, body_of(row))
+        empty = [
+            wanted_shares(reference, {**body, "state" if "state" in body else "input": text}, orders) for text in texts
+        ]
+        wanted = []
+        for own, *others in zip(wanted_shares(reference, body, orders), *empty, strict=True):
+            left = np.array(own) / np.mean(others, axis=0)
+            wanted.append((left / left.sum()).tolist())
+        assert_near(shares_of(body_of(row)), wanted)
+
+
 def test_a_document_is_computed_once(model: Path, reference: Reference) -> None:
     body = openai(LATE, KIND, TONE, subject="The quick brown fox saw a dog. " * 20)
     (row,) = answered([body], model)
@@ -403,7 +426,9 @@ def test_bare_rows_keep_their_ids_and_need_no_model(model: Path) -> None:
         ({"format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
         ({"evidence": True}, "--format cannot be combined with --evidence"),
         ({"draft": "self", "keep": 0.5, "audit": 5}, "--format cannot be combined with --audit"),
-        ({"format": "openai", "calibrate_with": "N/A"}, "--format cannot be combined with --calibrate-with"),
+        ({"format": "openai", "calibrate_with": " "}, "requests ask about a text, and it is empty"),
+        ({"format": "openai", "calibrate_with": "x", "calibrate_columns": "y"}, "requests have no columns"),
+        ({"calibrate_with": "N/A"}, "needs a --template or --questions, whose columns it replaces, or --format"),
         ({"orders": 2}, "needs --questions or --format"),
         ({"inputs": "in.parquet"}, "are read from JSON Lines"),
     ],

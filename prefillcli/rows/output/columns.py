@@ -380,14 +380,18 @@ def _pair_scores(rows: AnswerRows) -> ObjectArray:
 
 def _decided(prompts: Sequence[Prompt], answers: Sequence[ScoredRow], temperature: float) -> list[Float64Array]:
     # The probabilities of the options of each question of a row: their means over the orders in which they are listed,
-    # or their shares where each is asked about by itself.
+    # or their shares where each is asked about by itself. Those about texts without content are divided out.
     found: dict[str, list[Float64Array]] = {}
-    followed = set()
+    empty: dict[str, list[Float64Array]] = {}
+    shared = set()
     for prompt, answer in zip(prompts, answers, strict=True):
-        found.setdefault(prompt.question, []).append(prompt.labels.shares(answer.logprobs, temperature))
-        followed |= {prompt.question} if prompt.labels.weights else set()
+        own = empty if prompt.empty else found
+        own.setdefault(prompt.question, []).append(prompt.labels.shares(answer.logprobs, temperature))
+        shared |= {prompt.question} if prompt.labels.weights or prompt.empty else set()
     means = {name: np.mean(each, axis=0) for name, each in found.items()}
-    return [normalised(each) if name in followed else each for name, each in means.items()]
+    for name, each in empty.items():
+        means[name] = means[name] / np.maximum(np.mean(each, axis=0), np.finfo(float).tiny)
+    return [normalised(each) if name in shared else each for name, each in means.items()]
 
 
 def _followed(labels: LabelSet, divided: Float64Array) -> tuple[Float64Array, Float64Array]:
