@@ -427,7 +427,10 @@ def test_bare_rows_keep_their_ids_and_need_no_model(model: Path) -> None:
         ({"evidence": True}, "--format cannot be combined with --evidence"),
         ({"draft": "self", "keep": 0.5, "audit": 5}, "--format cannot be combined with --audit"),
         ({"format": "openai", "calibrate_with": " "}, "requests ask about a text, and it is empty"),
-        ({"format": "openai", "calibrate_with": "x", "calibrate_columns": "y"}, "requests have no columns"),
+        (
+            {"format": "openai", "calibrate_with": "x", "calibrate_columns": "y"},
+            "prompts of requests are made of no columns",
+        ),
         ({"calibrate_with": "N/A"}, "needs a --template or --questions, whose columns it replaces, or --format"),
         ({"orders": 2}, "needs --questions or --format"),
         ({"inputs": "in.parquet"}, "are read from JSON Lines"),
