@@ -641,10 +641,8 @@ def in_characters(part: Part) -> Part:
 
 
 def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Section]:
-    note = (
-        "Log probabilities are natural logarithms over the whole vocabulary; the score is the first label's share "
-        "among the labels."
-    )
+    over = " over the whole vocabulary" if inspection.next else ""  # which another head does not read
+    note = f"Log probabilities are natural logarithms{over}; the score is the first label's share among the labels."
     yield Section(title="Answer", parts=[Part(table=_answer_table(inspection), note=note)])
     if inspection.next:
         last = " ".join(quoted_token(token.text) for token in inspection.tokens[-_LAST_TOKENS:])

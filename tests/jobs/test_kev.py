@@ -259,6 +259,7 @@ def test_inspect_shows_the_whole_prompt_and_its_answer(file: Path, answer: Calla
     page = Path("row.html").read_text()
     assert "kev, the model" in page
     assert "fim_suffix" in page
+    assert "vocabulary" not in page
 
 
 @pytest.mark.parametrize("flags", [
