@@ -197,9 +197,10 @@ def label_numbers(
 
 def pointer_numbers(outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the log-probabilities of options, float64 [options], from the `outputs` of a pointer head [options + 1,
-    width] at each of them and at the end of the prompt. The first half of these is a query, the second a key."""
+    width] at each of them and at the end of the prompt. The first half of these is a query, the second a key, whose
+    product is scaled as in attention (llama.cpp, tools/server/server-context.cpp)."""
     queries, keys = np.split(outputs, 2, axis=1)
-    scores = keys[:-1] @ queries[-1]
+    scores = keys[:-1] @ queries[-1] / math.sqrt(keys.shape[1])
     found: npt.NDArray[np.float64] = scores - np.logaddexp.reduce(scores)
     return found
 

@@ -116,7 +116,7 @@ def by_hand(file: Path, head: tuple[np.ndarray, np.ndarray]) -> Callable[..., li
             rows = reference._model.model(input_ids=ids[None]).last_hidden_state[0] @ weight.T + bias
         places = torch.nonzero(ids == reference.token("<|box_end|>"))[:, 0]
         assert len(places) == len(listed)
-        scores = rows[places, WIDTH:].double() @ rows[-1, :WIDTH].double()
+        scores = rows[places, WIDTH:].double() @ rows[-1, :WIDTH].double() / WIDTH**0.5
         return [pytest.approx(each, abs=1e-5) for each in torch.softmax(scores / heat, 0).tolist()]
 
     return answered

@@ -18,6 +18,7 @@ from urllib.error import HTTPError, URLError
 
 FOLDER = Path(__file__).parents[2] / "out" / "real" / "llama-server"
 PROGRAM = FOLDER / "llama-server"
+LARGE = ("--batch-size", "8192", "--ubatch-size", "8192")  # in which Kev's options must be together
 SECONDS = 120.0  # until it is ready, or answers
 
 _CONVERTERS = {
@@ -55,7 +56,9 @@ def serving(file: Path) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     command = [PROGRAM, "--model", file, "--host", "127.0.0.1", "--port", str(port), "--threads", "2", *exact]
     log = file.with_suffix(".log")
     with log.open("wb") as said:
-        server = subprocess.Popen([*command, "--ctx-size", "16384", "--parallel", "1"], stdout=said, stderr=said)
+        server = subprocess.Popen(
+            [*command, "--ctx-size", "16384", "--parallel", "1", *LARGE], stdout=said, stderr=said
+        )
     url = f"http://127.0.0.1:{port}"
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
