@@ -70,9 +70,11 @@ def asked_of(question: Mapping[str, Any]) -> Iterator[Asked]:
             yield Asked(f"{form}{turn}", f"{said}{lines}\n{TOLD[form]}", [own[at] for at in numbers])
 
 
-def run(model: Path, chat: bool, cases: Sequence[Case], **options: Any) -> Iterator[dict[str, Any]]:
-    """Ask everything about the cases: a question in a form each, with the log-probabilities of the options over the
-    whole vocabulary, of all cases and then of an empty document."""
+def run(
+    model: Path, chat: bool, cases: Sequence[Case], only: Sequence[str] = (), **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Ask everything about the cases, or in some forms `only`: a question in a form each, with the log-probabilities
+    of the options over the whole vocabulary, of all cases and then of an empty document."""
     space, end = ("", "") if chat else (" ", QUESTION_END)
     for workflow in sorted({case.workflow for case in cases}):
         own = [case for case in cases if case.workflow == workflow]
@@ -81,6 +83,7 @@ def run(model: Path, chat: bool, cases: Sequence[Case], **options: Any) -> Itera
             (name, question["type"], each)
             for name, question in own[0].questions.items()
             for each in asked_of(question)
+            if not only or each.form in only
         ]
         entries = [
             {
@@ -189,7 +192,8 @@ def tables(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
 def main(
     model: Annotated[list[str] | None, typer.Option(help="smollm2, gemma, qwen or sample; repeatable.")] = None,
     cases: Annotated[int, typer.Option(help="Cases, spread over all workflows.")] = 32,
-    skip: Annotated[int, typer.Option(help="Begin at this case of every so many.")] = 0,
+    skip: Annotated[int, typer.Option(help="Begin at this case.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Ask in this form alone; repeatable.")] = None,
     folder: Annotated[Path, typer.Option(help="Where models and cases are, or go.")] = FOLDER,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs.")] = Path("out/long_options"),
     table: Annotated[bool, typer.Option("--table", help="Print what was found before, and run nothing.")] = False,
@@ -200,7 +204,7 @@ def main(
     for name in [] if table else model or ["smollm2"]:
         file, chat = model_of(name, folder)
         chosen = every[skip :: max(1, len(every) // cases)][:cases]
-        found = list(run(file, chat, chosen, dtype="float32"))
+        found = list(run(file, chat, chosen, only or (), dtype="float32"))
         (output / f"{name}-{cases}-{skip}.json").write_text(json.dumps(found))
     runs = {file.stem: json.loads(file.read_text()) for file in sorted(output.glob("*.json"))}
     print("\n".join(tables(runs)))
