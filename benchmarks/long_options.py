@@ -154,39 +154,42 @@ def ranked(kind: str, shares: Float64Array, right: Int64Array) -> float | None:
     return areas(shares, right) if kind == "choice" else spearman(shares, right.astype(float).tolist())
 
 
+WAYS = ("as it is", "without the rows' prior", "without the prior of no text", "per byte")
+BACK = ", backwards"
+
+
 def tables(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
     """A table in Markdown for each run: accuracy in each way to read a form, and how well it ranks as it is."""
     for name, found in runs.items():
-        rows = sum(len(each["right"]) for each in found if each["form"] == found[0]["form"])
-        yield f"\n{name} ({rows} answers to predicates), accuracy\n"
-        ways = ["as it is", "without the rows' prior", "without the prior of no text", "per byte"]
-        yield f"| question | form | {' | '.join(ways)} | ranks |"
-        yield "| --- " * (len(ways) + 3) + "|"
+        yield f"\n| {name}: answers | form | {' | '.join(WAYS)} | ranks |"
+        yield "| --- " * (len(WAYS) + 3) + "|"
         for kind in TYPES:
-            own = [each for each in found if each["type"] == kind]
-            by = {(each["question"], each["form"]): each for each in own}
-            common = [np.bincount(each["right"]).max() for each in own if each["form"] == own[0]["form"]]
-            answers = sum(len(each["right"]) for each in own if each["form"] == own[0]["form"])
-            yield f"| {kind} | always the commonest | {sum(common) / answers:.3f} |{' |' * len(ways)}"
-            forms = dict.fromkeys(each["form"] for each in own)
-            asked = [(form, None) for form in forms] + [
-                (form, f"{form}, backwards") for form in forms if f"{form}, backwards" in forms
-            ]
-            for form, back in asked:
-                said: dict[str, list[bool]] = {}
-                ranks = []
-                for each in own:
-                    if each["form"] != form:
-                        continue
-                    right = np.array(each["right"])
-                    read = readings(each, by[each["question"], back] if back else None)
-                    for way, shares in read.items():
-                        said.setdefault(way, []).extend(shares.argmax(axis=1) == right)
-                    ranks.append(ranked(kind, read["as it is"], right))
-                cells = [f"{np.mean(said[way]):.3f}" if way in said else "" for way in ways]
-                mean = np.mean([rank for rank in ranks if rank is not None and np.isfinite(rank)])
-                both = f"{form}, both orders" if back else form
-                yield f"| {kind} | {both} | {' | '.join(cells)} | {mean:.3f} |"
+            if own := [each for each in found if each["type"] == kind]:
+                yield from _rows(kind, own)
+
+
+def _rows(kind: str, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    # The rows of a type of question: always the commonest answer, each form, and forms in both orders.
+    by_form: dict[str, list[Mapping[str, Any]]] = {}
+    for each in found:
+        by_form.setdefault(each["form"], []).append(each)
+    first = [np.bincount(each["right"]) for each in next(iter(by_form.values()))]
+    answers = sum(counts.sum() for counts in first)
+    yield f"| {answers} {kind} | always the commonest | {sum(map(max, first)) / answers:.3f} |{' |' * len(WAYS)}"
+    both = [(form, by_form[form + BACK]) for form in by_form if form + BACK in by_form]
+    for form, others in [*((form, [None] * len(own)) for form, own in by_form.items()), *both]:
+        right: dict[str, list[bool]] = {}
+        ranks = []
+        for each, other in zip(by_form[form], others, strict=True):
+            truth, read = np.array(each["right"]), readings(each, other)
+            for way, shares in read.items():
+                right.setdefault(way, []).extend(shares.argmax(axis=1) == truth)
+            ranks.append(ranked(kind, read["as it is"], truth))
+        cells = [f"{np.mean(right[way]):.3f}" if way in right else "" for way in WAYS]
+        known = [rank for rank in ranks if rank is not None and np.isfinite(rank)]
+        cells.append(f"{np.mean(known):.3f}" if known else "")
+        said = f"{form}, both orders" if others[0] else form
+        yield f"| {answers} {kind} | {said} | {' | '.join(cells)} |"
 
 
 def main(
