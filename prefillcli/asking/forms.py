@@ -17,7 +17,7 @@ from prefillcli.prompts.questions import Choice, Option, Predicate, Question, Sc
 QUESTION_END = "\nAnswer:"  # ends a prompt that is no chat
 # Longer options are answered with codes. So are those of which one is so many times as long as another, unless all are
 # short. Wide letters, like Chinese ones, count twice.
-LONG, UNEVEN, SHORT = 40, 4, 20
+LONG, UNEVEN, SHORT = 30, 4, 20
 Order = Sequence[int]  # numbers of a question's options, in the order in which a prompt lists them
 
 

@@ -56,10 +56,10 @@ def test_levels_that_are_sentences_are_answered_by_their_numbers() -> None:
         (["yes", "not that I know of"], False),  # both are short
         (["yes", "not that I know of, no"], True),
         (["a tweet", "a newspaper editorial"], False),
-        (["a" * 40, "b" * 40], False),
-        (["a" * 41, "b" * 41], True),
-        (["文" * 20, "字" * 20], False),
-        (["文" * 21, "字" * 21], True),
+        (["a" * 30, "b" * 30], False),
+        (["a" * 31, "b" * 31], True),
+        (["文" * 15, "字" * 15], False),
+        (["文" * 16, "字" * 16], True),
     ],
 )
 def test_words_that_are_weighed_are_short_and_alike(texts: list[str], codes: bool) -> None:
