@@ -194,6 +194,7 @@ def read_layout(model: Path, tokenizer: Any) -> Layout | None:
         codes,
         heats,
         own_codes=_tokens(tokenizer, kind.own_codes),
+        whole_numbers=bool(gguf_parts(model)),
         **kind.others,
     )
 

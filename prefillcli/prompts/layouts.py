@@ -28,6 +28,7 @@ from prefillcli.stats.arrays import Int32Array
 _TYPES = {"predicate": "noul", "choice": "choice", "score": "score"}
 # The most options of the questions that share a temperature, and its name.
 _BUCKETS = ((2, "2"), (5, "3_5"), (10, "6_10"), (math.inf, "11"))
+_MOST_WHOLE = 1e15  # of numbers that are written with all their digits
 _LONG_LIST = 8  # items of a list that get their places
 _BLANKS = " \t\n\r"
 _BAR = "\u00a6"
@@ -92,6 +93,7 @@ class Layout:
     codes_alone: bool = False  # no other token is an answer
     buckets: Sequence[tuple[float, str]] = _BUCKETS
     sorts_keys: bool = False  # of objects in all values
+    whole_numbers: bool = False  # are written without a point, as llama.cpp does
 
     def to_json(self) -> list[Any]:
         """Return everything that changes a prompt or its answers."""
@@ -128,7 +130,7 @@ class Layout:
         options = [described[at] | {"label": code} for at, code in self._coded(question, order).items()]
         asked = {"id": question.name, "type": _TYPES[question.type], "instructions": instructions}
         asked |= {"options": options, "images": []}
-        return _sorted(asked) if self.sorts_keys else asked
+        return {name: self._told(each) for name, each in asked.items()}
 
     def answered(self, question: Question, order: Sequence[int] | None = None) -> Question:
         """Return the question with the codes that answer it, its options in this order. Raises UsageError for one with
@@ -204,9 +206,16 @@ class Layout:
         """Return what the template is told of a state, which may be any JSON."""
         if self.marker is not None:
             return as_text(value)
-        if self.sorts_keys:
-            value = _sorted(value)
-        return _numbered(value) if self.numbers_lists else value
+        return _numbered(value) if self.numbers_lists else self._told(value)
+
+    def _told(self, value: Any) -> Any:
+        # A JSON value as the template is told it.
+        if isinstance(value, dict):
+            return {key: self._told(value[key]) for key in (sorted(value) if self.sorts_keys else value)}
+        if isinstance(value, list):
+            return [*map(self._told, value)]
+        whole = self.whole_numbers and isinstance(value, float) and value.is_integer() and abs(value) < _MOST_WHOLE
+        return int(value) if whole else value
 
     def escaped(self, value: Any) -> Any:
         """Return values of a row as the layout's form of text has them."""
@@ -291,13 +300,6 @@ def _lines(value: Any, depth: int) -> str:
     if isinstance(value, list):
         return "\n".join(f"{pad}- {_lines(each, depth + 1).lstrip(_BLANKS)}" for each in value)
     return "" if value is None else str(value)
-
-
-def _sorted(value: Any) -> Any:
-    # With the keys of all objects sorted.
-    if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    return [*map(_sorted, value)] if isinstance(value, list) else value
 
 
 def _numbered(value: Any) -> Any:

@@ -243,7 +243,7 @@ BANDS = {"choice.small": 0.5, "score.small": 0.75, "noul.small": 1.5, "choice": 
 def test_lev_reads_choices_in_two_orders_and_predicates_from_ratings(made: Callable[..., Path]) -> None:
     file = made("lev", EVIDENCE, BANDS)
     asked = Asked(file, EVIDENCE)
-    state = {"b": 1, "a": {"z": [{"y": 1, "x": 2}], "c": None}}
+    state = {"b": 1.0, "a": {"z": [{"y": 1, "x": 2}], "c": None}}
     ordered = {"a": {"c": None, "z": [{"x": 2, "y": 1}]}, "b": 1}  # what the model was trained on
     questions = QUESTIONS | {"deep": {"type": "noul", "instructions": {"z": 1, "a": 2}}}
     write_jsonl("in.jsonl", [{"state": state, "questions": questions}])
