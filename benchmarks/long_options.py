@@ -176,8 +176,11 @@ def _rows(kind: str, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     first = [np.bincount(each["right"]) for each in next(iter(by_form.values()))]
     answers = sum(counts.sum() for counts in first)
     yield f"| {answers} {kind} | always the commonest | {sum(map(max, first)) / answers:.3f} |{' |' * len(WAYS)}"
-    both = [(form, by_form[form + BACK]) for form in by_form if form + BACK in by_form]
-    for form, others in [*((form, [None] * len(own)) for form, own in by_form.items()), *both]:
+    asked: list[tuple[str, Sequence[Mapping[str, Any] | None]]] = [
+        (form, [None] * len(by_form[form])) for form in by_form
+    ]
+    asked += [(form, by_form[form + BACK]) for form in by_form if form + BACK in by_form]
+    for form, others in asked:
         right: dict[str, list[bool]] = {}
         ranks = []
         for each, other in zip(by_form[form], others, strict=True):
