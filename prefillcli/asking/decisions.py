@@ -111,7 +111,7 @@ def _require_content(settings: JobSettings, kind: Kind | None) -> None:
         raise UsageError("--calibrate-with '': requests ask about a text, and it is empty\ngive a text like N/A")
     if settings.probabilities.calibrate_columns and kind:
         raise UsageError("--set calibrate_columns: prompts of requests are made of no columns\nleave it out")
-    if not kind and not makes_prompts(settings):
+    if settings.requests.format and not kind and not makes_prompts(settings):
         raise UsageError(CONTENT.message("--calibrate-with"))
 
 

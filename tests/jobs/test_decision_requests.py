@@ -132,7 +132,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `model`, for longer prompts."""
     folder = save_model(tmp_path_factory.mktemp("models") / "long")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16_384}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65_536}))
     return folder
 
 
