@@ -1,11 +1,13 @@
 """`python -m benchmarks.long_options`: how a question whose options are sentences is best asked and read.
 
     python -m benchmarks.long_options --model qwen --cases 32 -o out/long_options
+    python -m benchmarks.long_options --model qwen --texts rated --cases 60     # the short options of benchmarks.forms
     python -m benchmarks.long_options --table -o out/long_options     # what the runs that were made have found
 
-Asks the questions of Typed Decisions in several forms: the options' own words, letters, and numbers of levels, each in
-two orders. A row's forms are the questions of one job, so that its document is computed once. Each form is read as it
-is; without the prior that its labels have in all rows, or after an empty document; and words per byte.
+Asks the questions of Typed Decisions, or about labelled texts, in several forms: the options' own words, letters, and
+numbers of levels, each in two orders. A row's forms are the questions of one job, so that its document is computed
+once. Each form is read as it is; without the prior that its labels have in all rows, or after an empty document; and
+words per byte.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import typer
 import prefillcli
 from benchmarks.console import log
 from benchmarks.decisions import TYPES, Case, typed_decisions
-from benchmarks.forms import areas, escaped, model_of, spearman
+from benchmarks.forms import TEXTS, areas, escaped, model_of, spearman
 from prefillcli.asking.forms import QUESTION_END
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.evaluation import auc
@@ -68,6 +70,22 @@ def asked_of(question: Mapping[str, Any]) -> Iterator[Asked]:
         }.items():
             lines = "".join(f"\n{own[at]}. {options[at][1]}" for at in order)
             yield Asked(f"{form}{turn}", f"{said}{lines}\n{TOLD[form]}", [own[at] for at in numbers])
+
+
+def labelled(name: str, folder: Path, rows: int) -> list[Case]:
+    """Labelled texts of `benchmarks.forms` as cases; those without a right answer to the predicate are left out."""
+    texts = TEXTS[name](folder, rows)
+    questions: dict[str, dict[str, Any]] = {}
+    for task in texts.tasks:
+        asked = {"type": task.kind, "instructions": task.instructions}
+        criteria = {"choice": dict.fromkeys(task.options), "score": list(task.options)}.get(task.kind)
+        questions[task.kind] = asked | ({"type": "noul"} if criteria is None else {"criteria": criteria})
+    known = [row for row in texts.rows if row["predicate"] is not None]
+    gold = [{**row, "predicate": 1 - row["predicate"]} for row in known]
+    return [
+        Case(name, row["text"], questions, {kind: right[kind] for kind in questions})
+        for row, right in zip(known, gold, strict=True)
+    ]
 
 
 def run(
@@ -197,6 +215,7 @@ def _rows(kind: str, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def main(
     model: Annotated[list[str] | None, typer.Option(help="smollm2, gemma, qwen or sample; repeatable.")] = None,
+    texts: Annotated[str | None, typer.Option(help=f"{' or '.join(TEXTS)} instead of Typed Decisions.")] = None,
     cases: Annotated[int, typer.Option(help="Cases, spread over all workflows.")] = 32,
     skip: Annotated[int, typer.Option(help="Begin at this case.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Ask in this form alone; repeatable.")] = None,
@@ -206,12 +225,12 @@ def main(
 ) -> None:
     """Ask questions with long options in several forms, and compare the answers with the right ones."""
     output.mkdir(parents=True, exist_ok=True)
-    every = [] if table else typed_decisions(folder)
+    every = [] if table else labelled(texts, folder, cases) if texts else typed_decisions(folder)
     for name in [] if table else model or ["smollm2"]:
         file, chat = model_of(name, folder)
         chosen = every[skip :: max(1, len(every) // cases)][:cases]
         found = list(run(file, chat, chosen, only or (), dtype="float32"))
-        (output / f"{name}-{cases}-{skip}.json").write_text(json.dumps(found))
+        (output / f"{name}-{texts or 'decisions'}-{cases}-{skip}.json").write_text(json.dumps(found))
     runs = {file.stem: json.loads(file.read_text()) for file in sorted(output.glob("*.json"))}
     print("\n".join(tables(runs)))
 
