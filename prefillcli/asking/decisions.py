@@ -107,8 +107,11 @@ def for_requests(settings: AnyJob, available: Sequence[str], first: Mapping[str,
 
 def _require_content(settings: JobSettings, kind: Kind | None) -> None:
     # Raise UsageError where --calibrate-with has no text to replace.
-    if kind and not all(text.strip() for text in settings.probabilities.calibrate_with):
-        raise UsageError("--calibrate-with '': requests ask about a text, and it is empty\ngive a text like N/A")
+    for text in settings.probabilities.calibrate_with if kind else ():
+        if not text.strip():
+            raise UsageError(
+                f"--calibrate-with {text!r}: requests ask about a text, and it has none\ngive one like N/A"
+            )
     if settings.probabilities.calibrate_columns and kind:
         raise UsageError("--set calibrate_columns: prompts of requests are made of no columns\nleave it out")
     if settings.requests.format and not kind and not makes_prompts(settings):

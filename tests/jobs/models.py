@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 VOCABULARY = 400
@@ -19,6 +25,15 @@ _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 _TEXTS = ["The quick brown fox. Answer: Yes", "Answer: No Yes yes no", "Yes\nNo\nyes\nno"]
 
 
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Give a model random weights whose logits spread over a few units."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+
+
 def save_model(
     path: Path,
     *,
@@ -29,12 +44,14 @@ def save_model(
     family: str = "llama",
     classifies: bool = False,
     words: str = "",
+    steady: bool = False,
     **sizes: object,
 ) -> Path:
     """Save a model of random weights whose logits spread over a few units, and its tokenizer (BOS first).
 
-    One that `classifies` has a head of sequence classification. The tokenizer learns the `words` too. `sizes` are
-    further settings of the family's configuration.
+    One that `classifies` has a head of sequence classification. The tokenizer learns the `words` too. The layers of a
+    `steady` one change little, so that its answer follows from the last word. `sizes` are further settings of the
+    family's configuration.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,11 +85,12 @@ def save_model(
             **sizes,
         )
     )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+    randomise(model, seed)
+    if steady:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.mul_(0.03)
+                layer.mlp.down_proj.weight.mul_(0.03)
     transformers_logging.disable_progress_bar()
     model.save_pretrained(path)
     return path

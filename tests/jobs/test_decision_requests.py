@@ -426,7 +426,7 @@ def test_bare_rows_keep_their_ids_and_need_no_model(model: Path) -> None:
         ({"format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
         ({"evidence": True}, "--format cannot be combined with --evidence"),
         ({"draft": "self", "keep": 0.5, "audit": 5}, "--format cannot be combined with --audit"),
-        ({"format": "openai", "calibrate_with": " "}, "requests ask about a text, and it is empty"),
+        ({"format": "openai", "calibrate_with": " "}, "--calibrate-with ' ': requests ask about a text"),
         (
             {"format": "openai", "calibrate_with": "x", "calibrate_columns": "y"},
             "prompts of requests are made of no columns",

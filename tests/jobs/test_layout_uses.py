@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM
 
 import prefillcli
 from prefillcli.options.commands import BenchSettings, CalibrateSettings
@@ -39,14 +37,8 @@ ROWS = 400
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers change little, so that its answer follows from the last word."""
-    path = save_model(tmp_path_factory.mktemp("models") / "plain", chat_template=CHAT_TEMPLATE, seed=3, layers=6)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.03)
-            layer.mlp.down_proj.weight.mul_(0.03)
-    model.save_pretrained(path)
-    return path
+    path = tmp_path_factory.mktemp("models") / "plain"
+    return save_model(path, chat_template=CHAT_TEMPLATE, seed=3, layers=6, steady=True)
 
 
 @pytest.fixture(scope="module")

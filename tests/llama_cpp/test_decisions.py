@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.decisions import typed_decisions
 from recipes import real_model
 from tests.gguf_files import tokenizer_fields, write_gguf
 from tests.jobs.jobs import read_output, score, write_jsonl
+from tests.jobs.models import randomise
 from tests.jobs.test_gguf import QWEN35
 from tests.llama_cpp.server import PROGRAM, serving, templates
 
@@ -73,12 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         tie_word_embeddings=True,
     )
-    torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
+    randomise(model, 7)
     model.save_pretrained(path)
     return path
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.jobs.jobs import read_output, read_report, score, texts, write_parquet
+from tests.jobs.models import randomise
 from tests.real.conftest import FOLDER
 
 TOKENIZERS = FOLDER / "tokenizers"
@@ -37,12 +38,8 @@ def small_model(path: Path, tokenizer: Any) -> Path:
         head_dim=16,
         max_position_embeddings=1024,
     )
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
+    randomise(model, 0)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
