@@ -13,6 +13,7 @@ words per byte.
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from benchmarks.forms import TEXTS, areas, escaped, model_of, spearman
 from prefillcli.asking.forms import QUESTION_END
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.evaluation import auc
+from prefillcli.stats.labels import label_mass
 from recipes.real_model import FOLDER
 
 EMPTY = "(empty)"  # the document of which a form's prior is read
@@ -59,11 +61,14 @@ def asked_of(question: Mapping[str, Any]) -> Iterator[Asked]:
             yield Asked(f"{yes} or {no}{', told' if told else ''}", f"{said}{described}{told}", (yes, no))
         return
     named = criteria.items() if isinstance(criteria, Mapping) else zip(criteria, criteria, strict=True)
+    names = [re.split(r"[:;,.]", each)[0] for each in criteria]  # of levels, what a sentence begins with
     options = [(key, key if text in (None, key) else f"{key}: {text}") for key, text in named]
     numbers = range(len(options))
     for order, turn in ((numbers, ""), (numbers[::-1], ", backwards")):
         lines = "".join(f"\n- {options[at][1]}" for at in order)
         yield Asked(f"words{turn}", f"{said}{lines}", [key for key, _ in options])
+        if names != [key for key, _ in options] and len({*names}) == len(names):
+            yield Asked(f"names{turn}", f"{said}{lines}", names)
         for form, own in {
             "letters": {at: string.ascii_uppercase[place] for place, at in enumerate(order)},
             **({"numbers": dict(zip(numbers, string.digits, strict=False))} if question["type"] == "score" else {}),
@@ -177,10 +182,11 @@ BACK = ", backwards"
 
 
 def tables(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """A table in Markdown for each run: accuracy in each way to read a form, and how well it ranks as it is."""
+    """A table in Markdown for each run: accuracy in each way to read a form, how well it ranks as it is, and the mean
+    mass of its labels."""
     for name, found in runs.items():
-        yield f"\n| {name}: answers | form | {' | '.join(WAYS)} | ranks |"
-        yield "| --- " * (len(WAYS) + 3) + "|"
+        yield f"\n| {name}: answers | form | {' | '.join(WAYS)} | ranks | mass |"
+        yield "| --- " * (len(WAYS) + 4) + "|"
         for kind in TYPES:
             if own := [each for each in found if each["type"] == kind]:
                 yield from _rows(kind, own)
@@ -193,7 +199,7 @@ def _rows(kind: str, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         by_form.setdefault(each["form"], []).append(each)
     first = [np.bincount(each["right"]) for each in next(iter(by_form.values()))]
     answers = sum(counts.sum() for counts in first)
-    yield f"| {answers} {kind} | always the commonest | {sum(map(max, first)) / answers:.3f} |{' |' * len(WAYS)}"
+    yield f"| {answers} {kind} | always the commonest | {sum(map(max, first)) / answers:.3f} |{' |' * (len(WAYS) + 1)}"
     asked: list[tuple[str, Sequence[Mapping[str, Any] | None]]] = [
         (form, [None] * len(by_form[form])) for form in by_form
     ]
@@ -209,6 +215,7 @@ def _rows(kind: str, found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cells = [f"{np.mean(right[way]):.3f}" if way in right else "" for way in WAYS]
         known = [rank for rank in ranks if rank is not None and np.isfinite(rank)]
         cells.append(f"{np.mean(known):.3f}" if known else "")
+        cells.append(f"{np.mean([label_mass(np.array(each['logprobs'])).mean() for each in by_form[form]]):.2f}")
         said = f"{form}, both orders" if others[0] else form
         yield f"| {answers} {kind} | {said} | {' | '.join(cells)} |"
 

@@ -47,6 +47,7 @@ def test_a_scale_is_asked_by_words_letters_and_numbers_and_backwards() -> None:
     assert list(asked["letters, backwards"].answers) == ["B", "A"]
     assert asked["numbers, backwards"].text == f"How large?\n1. {second}\n0. {first}\nAnswer with its number."
     assert list(asked["numbers, backwards"].answers) == ["0", "1"]
+    assert list(asked["names"].answers) == ["None", "Some"]
 
 
 def test_readings_take_out_priors_and_lengths() -> None:
@@ -69,5 +70,6 @@ def test_a_run_has_a_row_for_each_form_and_for_both_orders() -> None:
         {"question": "w.x", "type": "noul", "form": "Yes or No", "bytes": [3, 2], "logprobs": answers, "right": [0, 0]}
     ]
     lines = list(tables({"m": [*found, {**found[-1], "type": "choice", "form": "words"}]}))
-    assert "| 2 score | numbers, both orders | 1.000 | 1.000 | 0.500 |  | 1.000 |" in lines
+    mass = (0.6 + 0.2 + 0.3 + 0.4 + 0.1 + 0.4) / 3
+    assert f"| 2 score | numbers, both orders | 1.000 | 1.000 | 0.500 |  | 1.000 | {mass:.2f} |" in lines
     assert any(line.startswith("| 2 noul | always the commonest | 1.000 |") for line in lines)
