@@ -23,7 +23,7 @@ from prefillcli.models.decision_models import (
     read_temperatures,
     require_layout,
 )
-from prefillcli.models.files import quoted, read_header, read_json
+from prefillcli.models.files import quoted, read_header, read_object
 from prefillcli.options.reading import AdapterOptions
 from prefillcli.prompts.settings import RowColumns
 from prefillcli.rows.proof import ModelContents, hash_value
@@ -385,9 +385,7 @@ def _read_adapter(name: str, folder: Path, reader: str) -> AdapterFiles:
         pickles = [each for each in _PICKLES if (folder / each).is_file()]
         found = f" (found {pickles[0]}, which is not read: only safetensors is)" if pickles else ""
         raise UsageError(f"{OPTION} {folder}: no {WEIGHTS}{found}")
-    content = read_json(folder / CONFIG)
-    if not isinstance(content, dict):
-        raise UsageError(f"{folder / CONFIG}: not a JSON object")
+    content = read_object(folder / CONFIG)
     _refuse_kind(folder, content, reader)
     tensors = read_header(folder / WEIGHTS).values()
     _refuse_large_ranks(folder, content, max((side for each in tensors for side in each["shape"]), default=0))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import UsageError
-from prefillcli.models.files import quoted, read_json
+from prefillcli.models.files import positive, quoted, read_object
 from prefillcli.prompts.layouts import Layout, LayoutForm
 
 CONFIG = "decider_config.json"
@@ -54,7 +54,7 @@ def has_config(model: Path) -> bool:
 
 def read_form(model: Path) -> LayoutForm:
     """Return what is known of a decider model's layout before it is opened. Raises UsageError for an unknown one."""
-    found = _read(model)
+    found = read_object(_folder(model) / CONFIG)
     _layout(found, _folder(model) / CONFIG)
     return LayoutForm("decider", levels_apart=found.get("isolated_levels") is True)
 
@@ -62,7 +62,8 @@ def read_form(model: Path) -> LayoutForm:
 def read_decider(model: Path, tokenizer: Any, codes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout of a decider model, whose options have these codes. Raises UsageError for a wrong
     `decider_config.json`."""
-    file, found = _folder(model) / CONFIG, _read(model)
+    file = _folder(model) / CONFIG
+    found = read_object(file)
     chat, schema_first = _layout(found, file) == "chat", found.get("schema_first") is True
     head, tail = _chat_around(tokenizer) if chat else ("", "")
     context = "Context:\n{{ text(state) }}"
@@ -92,14 +93,6 @@ def read_decider(model: Path, tokenizer: Any, codes: Mapping[str, tuple[int, ...
 
 def _folder(model: Path) -> Path:
     return model if model.is_dir() else model.parent
-
-
-def _read(model: Path) -> dict[str, Any]:
-    file = _folder(model) / CONFIG
-    found = read_json(file)
-    if not isinstance(found, dict):
-        raise UsageError(f"{file}: not a JSON object")
-    return found
 
 
 def _layout(found: Mapping[str, Any], file: Path) -> str:
@@ -138,11 +131,11 @@ def _temperatures(
     found: Mapping[str, Any], file: Path, *, schema_first: bool
 ) -> tuple[dict[str, float], tuple[float, float, float] | None]:
     # By the type of a question, or a + b log n at n options, at least the third number.
-    usual = _positive(found.get("temperature", 1.0), file, "temperature")
+    usual = positive(found.get("temperature", 1.0), f"{file}: temperature")
     own = _by_type(found, file, "temperature_by_type")
     curve = found.get("temperature_by_options")
     if schema_first:
-        usual = _positive(found.get("temperature_schema_first", usual), file, "temperature_schema_first")
+        usual = positive(found.get("temperature_schema_first", usual), f"{file}: temperature_schema_first")
         own = {} if "temperature_schema_first" in found else own
         own |= _by_type(found, file, "temperature_schema_first_by_type")
     elif curve is not None:
@@ -151,7 +144,7 @@ def _temperatures(
             raise UsageError(
                 f"{file}: {key} is {quoted(curve)}, and must be a, b and min, without temperatures by type"
             )
-        least = _positive(curve.get("min", _LEAST), file, key)
+        least = positive(curve.get("min", _LEAST), f"{file}: {key}")
         return {}, (_number(curve["a"], file, key), _number(curve["b"], file, key), least)
     return {each: own.get(each, usual) for each in _TYPES}, None
 
@@ -160,14 +153,7 @@ def _by_type(found: Mapping[str, Any], file: Path, key: str) -> dict[str, float]
     given = found.get(key) or {}
     if not isinstance(given, dict) or not given.keys() <= set(_TYPES):
         raise UsageError(f"{file}: {key} is {quoted(given)}, and must be numbers by {', '.join(_TYPES)}")
-    return {name: _positive(value, file, key) for name, value in given.items()}
-
-
-def _positive(value: Any, file: Path, key: str) -> float:
-    found = _number(value, file, key)
-    if found <= 0:
-        raise UsageError(f"{file}: {key} is {quoted(value)}, and must be above 0")
-    return found
+    return {name: positive(value, f"{file}: {key}") for name, value in given.items()}
 
 
 def _number(value: Any, file: Path, key: str) -> float:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from prefillcli.errors import UsageError
-from prefillcli.models.files import quoted, read_json
+from prefillcli.models.files import positive, quoted, read_object
 
 NIMBLE, LEV = "schema_config.json", "lev_release.json"
 HEAT, CALIBRATION = "temperature_config.json", "calibration.json"
@@ -58,7 +57,7 @@ _LEV = (
 def is_read(folder: Path) -> bool:
     """Return whether an adapter's folder says how its model is asked. Raises UsageError if that is not known."""
     if (folder / LEV).is_file():
-        found = _read(folder / LEV)
+        found = read_object(folder / LEV)
         for key, own in _STYLE.items():
             if (value := found.get(key, own if key == "noul_readout" else None)) != own:
                 raise UsageError(
@@ -67,7 +66,7 @@ def is_read(folder: Path) -> bool:
         return True
     if not (folder / NIMBLE).is_file():
         return False
-    task = _read(folder / NIMBLE).get("task")
+    task = read_object(folder / NIMBLE).get("task")
     if task != _TASK:
         raise UsageError(f"{folder / NIMBLE}: task is {quoted(task)}, and only {_TASK} is read\ntake another model")
     return True
@@ -83,36 +82,25 @@ def read_heats(folder: Path) -> dict[str, float]:
     that is no number above 0."""
     if (folder / LEV).is_file():
         file = folder / CALIBRATION
-        found = _read(file).get("temperatures") if file.is_file() else {}
+        found = read_object(file).get("temperatures") if file.is_file() else {}
         if not isinstance(found, dict):
             raise UsageError(f"{file}: temperatures is {quoted(found)}, and must be numbers by type of question")
         # "choice:A:small" is of choices with few options. B is another readout, of options that have no codes.
         named = {name: name.split(":") for name in found}
         own = {name: parts for name, parts in named.items() if parts[1:2] == ["A"] and parts[0] in _TYPES}
-        return {".".join([parts[0], *parts[2:]]): _positive(found[name], file, name) for name, parts in own.items()}
+        return {
+            ".".join([parts[0], *parts[2:]]): positive(found[name], f"{file}: {name}") for name, parts in own.items()
+        }
     file = folder / HEAT
     if not file.is_file():
         return {}
-    return dict.fromkeys(_TYPES, _positive(_read(file).get("temperature"), file, "temperature"))
+    return dict.fromkeys(_TYPES, positive(read_object(file).get("temperature"), f"{file}: temperature"))
 
 
 def require_codes(folder: Path, codes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UsageError unless these are the codes that an adapter was trained with, if it names them."""
-    found = _read(folder / NIMBLE) if (folder / NIMBLE).is_file() else {}
+    found = read_object(folder / NIMBLE) if (folder / NIMBLE).is_file() else {}
     own = {"candidate_codes": [*codes], "candidate_token_ids": [token for (token,) in codes.values()]}
     for key, each in own.items():
         if found.get(key, each) != each:
             raise UsageError(f"{folder / NIMBLE}: {key} are not those of the tokenizer\ntake its own tokenizer")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found = read_json(file)
-    if not isinstance(found, dict):
-        raise UsageError(f"{file}: not a JSON object")
-    return found
-
-
-def _positive(value: Any, file: Path, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UsageError(f"{file}: {key} is {quoted(value)}, and must be a number above 0")
-    return float(value)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
 from prefillcli.models import decider, decision_adapters, pplx
-from prefillcli.models.files import READOUT, lacks_vocabulary, quoted, read_json
+from prefillcli.models.files import READOUT, lacks_vocabulary, positive, read_json
 from prefillcli.models.gguf_header import POINTER_HEAD, GgufHeader, read_gguf_header
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.layouts import Layout, LayoutForm
@@ -245,10 +245,7 @@ def _temperatures(model: Path, header: GgufHeader) -> dict[str, float]:
     # By the type of a question, or by that and the number of its options.
     begins = f"{header.architecture}.{_PREFIX}temperature."
     found = {name.removeprefix(begins): value for name, value in header.fields.items() if name.startswith(begins)}
-    for name, value in found.items():
-        if not isinstance(value, float | int) or not 0 < value < float("inf"):
-            raise UsageError(f"{model}: {begins}{name} is {value!r}, and must be above 0\nconvert it again")
-    return {name: float(value) for name, value in found.items()}
+    return {name: positive(value, f"{model}: {begins}{name}", "convert it again") for name, value in found.items()}
 
 
 def read_temperatures(folder: Path) -> Mapping[str, float]:
@@ -257,10 +254,5 @@ def read_temperatures(folder: Path) -> Mapping[str, float]:
     file = (folder if folder.is_dir() else folder.parent) / TEMPERATURES
     found: Any = read_json(file) if file.is_file() else None
     own = {name: found[name] for name in _TYPES if name in found} if isinstance(found, dict) else {}
-    for name, value in own.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise UsageError(
-                f"{file}: {name} is {quoted(value)}, and must be a number above 0\n"
-                "mend it, or leave all of them out with --layout generic"
-            )
-    return {name: float(value) for name, value in own.items()}
+    cure = "mend it, or leave all of them out with --layout generic"
+    return {name: positive(value, f"{file}: {name}", cure) for name, value in own.items()}

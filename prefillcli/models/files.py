@@ -289,9 +289,7 @@ def check_config(path: Path, longest: int | None = None) -> None:
 
     `longest` is the longest side of a tensor in the model's files, where they are known.
     """
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: not a JSON object")
+    content = read_object(path)
     names = content.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UsageError(f"{path}: architectures is {quoted(names)}; it must be a list of names")
@@ -320,8 +318,8 @@ def check_config(path: Path, longest: int | None = None) -> None:
 
 def check_generation_config(path: Path) -> None:
     """Refuse a `generation_config.json` that is not a mapping; it may be missing."""
-    if path.is_file() and not isinstance(read_json(path), dict):
-        raise UsageError(f"{path}: not a JSON object")
+    if path.is_file():
+        read_object(path)
 
 
 def names_classifier(config: Any) -> bool:
@@ -355,6 +353,14 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(f"{path}: not JSON: {why}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that has an object. Raises UsageError."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: not a JSON object")
+    return found
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -392,6 +398,13 @@ def quoted(value: Any) -> str:
     """Return `value` as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def positive(value: Any, place: str, cure: str = "") -> float:
+    """Return a number above 0 that a file has at a `place`. Raises UsageError for anything else, with the `cure`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError("\n".join(filter(None, [f"{place} is {quoted(value)}, and must be a number above 0", cure])))
+    return float(value)
 
 
 # The sample models.

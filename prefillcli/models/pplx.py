@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from prefillcli.errors import UsageError
-from prefillcli.models.files import READOUT, quoted, read_header, read_json
+from prefillcli.models.files import READOUT, positive, quoted, read_header, read_object
 from prefillcli.prompts.layouts import Layout, LayoutForm
 
 CONFIG = "decision_config.json"
@@ -47,7 +46,7 @@ def read_form(folder: Path) -> LayoutForm:
 
 def read_pplx(folder: Path, codes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout of a model whose tokenizer has these codes. Raises UsageError for other ones."""
-    rows, found, file = _rows(folder), _read(folder), folder / CONFIG
+    rows, found, file = _rows(folder), read_object(folder / CONFIG), folder / CONFIG
     codes = dict(islice(codes.items(), rows))
     tokens = [token for (token,) in codes.values()]
     for key, own in (("codes", [*codes]), ("token_ids", tokens)):
@@ -61,24 +60,14 @@ def read_pplx(folder: Path, codes: Mapping[str, tuple[int, ...]]) -> Layout:
     return Layout(read_form(folder), _TEMPLATE, codes, heats, codes_alone=True)
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / CONFIG)
-    if not isinstance(found, dict):
-        raise UsageError(f"{folder / CONFIG}: not a JSON object")
-    return found
-
-
 def _temperature(folder: Path) -> float:
-    file, found = folder / CONFIG, _read(folder)
+    file, found = folder / CONFIG, read_object(folder / CONFIG)
     if found.get("format_version") != 1:
         raise UsageError(f"{file}: format_version is {quoted(found.get('format_version'))}, and only 1 is read")
     for key, usual in {**_READ, _UNREAD: None}.items():
         if (value := found.get(key, usual)) not in (usual, None):
             raise UsageError(f"{file}: {key} is {quoted(value)}, which is not read\ntake another model")
-    heat = found.get("temperature", 1.0)
-    if isinstance(heat, bool) or not isinstance(heat, int | float) or not 0 < heat < float("inf"):
-        raise UsageError(f"{file}: temperature is {quoted(heat)}, and must be a number above 0")
-    return float(heat)
+    return positive(found.get("temperature", 1.0), f"{file}: temperature")
 
 
 def _rows(folder: Path) -> int:

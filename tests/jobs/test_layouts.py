@@ -595,7 +595,7 @@ def test_what_needs_one_prompt_is_refused_with_levels_one_by_one(
     [
         ({"layout": "of tomorrow"}, 'layout is "of tomorrow", which is not read'),
         ({"layout": "plain", "chat_template": True}, 'layout is "plain", which is not read'),
-        ({"temperature": 0}, "temperature is 0, and must be above 0"),
+        ({"temperature": 0}, "temperature is 0, and must be a number above 0"),
         ({"temperature_by_type": {"bool": 1}}, "temperature_by_type is"),
         ({"temperature_by_options": {"a": 1}}, "temperature_by_options is"),
     ],
