@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefillcli.judging.calibration import read_calibration
+from prefillcli.judging.calibration import read_calibrations
 from prefillcli.stats.evaluation import Evaluation, evaluate
 from recipes.real_model import FOLDER, real_model, reviews
 
@@ -90,7 +90,7 @@ def probabilities(folder: Path, question: Request) -> tuple[dict[str, npt.NDArra
     for method in METHODS:
         path = folder / f"{question.name}.{method}.json"
         run("calibrate", scores[0], "--truth", "truth", "--method", method, "-o", path)
-        found[method] = read_calibration(str(path), {"": question.labels}).probabilities(logprobs)[:, 0]
+        found[method] = read_calibrations(str(path), {"": question.labels})[0].probabilities(logprobs)[:, 0]
     run("calibrate", scores[0], "--truth", "truth", "-o", folder / f"{question.name}.auto.json")
     return found, table["truth"].to_numpy(zero_copy_only=False) == question.labels[0]
 

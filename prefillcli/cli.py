@@ -164,13 +164,17 @@ def doctor(settings: DoctorSettings) -> Summary:
 def calibrate(settings: CalibrateSettings) -> Summary:
     """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
 
-    With --accuracy, find the probability from which answers need no person to review them. A table goes to stderr; the
-    last line on stdout is a summary, one JSON object.
+    With --prior rows, take out what the model prefers whatever a row says, without right answers. With --accuracy,
+    find the probability from which answers need no person to review them. A table goes to stderr; the last line on
+    stdout is a summary, one JSON object.
     """
     from prefillcli.tools.calibrate import calibrate_job
     from prefillcli.tools.floors import floors_job
+    from prefillcli.tools.priors import priors_job
 
-    return calibrate_job(settings) if settings.fit.accuracy is None else floors_job(settings)
+    if settings.fit.accuracy is not None:
+        return floors_job(settings)
+    return calibrate_job(settings) if settings.fit.prior is None else priors_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.judging.calibration import Calibration, fit_platt, log_shares_of, read_calibration
+from prefillcli.judging.calibration import Calibration, fit_platt, log_shares_of, read_calibrations
 from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.calibrate import calibrate_job
@@ -38,7 +38,7 @@ def calibrate(scores: str | Path = "s.parquet", **flags: Any) -> dict[str, Any]:
 
 
 def written(path: str = "calibration.json") -> Calibration:
-    return read_calibration(path, None)
+    return read_calibrations(path, None)[0]
 
 
 def columns(rows: int = ROWS, labels: tuple[str, ...] = ("Yes", "No"), **sampling: Any) -> dict[str, list[Any]]:
@@ -372,7 +372,7 @@ def test_a_calibration_with_a_changed_digit_is_refused(name: str) -> None:
     assert changed["scaling"] != scaling
     Path("changed.json").write_text(json.dumps(changed))
     with pytest.raises(UsageError, match="it is not as prefill wrote it"):
-        read_calibration("changed.json", None)
+        read_calibrations("changed.json", None)
     Path("indented.json").write_text(json.dumps(json.loads(text), indent=8, sort_keys=True))
     assert written("indented.json") == written()
     del changed["checksum"]

@@ -120,6 +120,7 @@ OF_COMMAND: dict[tuple[str, str], tuple[Any, Values]] = {
     ("calibrate", "output"): ("c.json", {}),
     ("calibrate", "truth"): ("right", {}),
     ("calibrate", "method"): ("platt", {}),
+    ("calibrate", "prior"): ("rows", {}),
     ("calibrate", "seed"): (1, {}),
     ("calibrate", "id_column"): ("id", {"truth_from": "in.csv"}),
     ("inspect", "question"): ("late", {"questions": "q.yaml"}),

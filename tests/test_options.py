@@ -72,6 +72,8 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "TRUTH_FROM": ({"truth_from": "t.parquet"}, {"truth_from": None}),
     "ACCURACY": ({"accuracy": "0.9"}, {"accuracy": None}),
     "FITS": ({}, {"accuracy": "0.9"}),
+    "CHOSEN_METHOD": ({}, {"prior": "rows"}),
+    "FOLDED": ({}, {"prior": "rows", "truth": None}),
     "REVIEW_BELOW": ({"review_below": "0.9"}, {"review_below": None}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
     "ALL_ROWS": ({}, {"shard": "1/2"}),
@@ -120,7 +122,8 @@ def value_of(command: str, option: str) -> Any:
     field = kind.options()[option]
     if field.annotation is bool:
         return not field.default
-    for value in (*VALUES, *get_args(field.annotation)):
+    kinds = get_args(field.annotation)  # values, or kinds that may be None
+    for value in (*VALUES, *kinds, *(each for own in kinds for each in get_args(own))):
         try:
             kind.model_validate({**LEAST[command], option: value})
         except ValidationError:

@@ -81,17 +81,19 @@ class PlattScaling(_Frozen):
         return label_probabilities(self.slope * log_shares + np.array(self.biases))
 
 
-class ContentFreeScaling(_Frozen):
-    """Each label's probability is divided by its probability after a prompt without content: W = diag(p_cf)^-1.
+class PriorScaling(_Frozen):
+    """Each label's probability is divided by the one that the model gives it whatever the row says.
 
-    `content_free` [labels] are the logarithms of these (Zhao et al., Calibrate Before Use, 2021).
+    `prior` [labels] are the logarithms of these. `contextual`: after prompts without content, W = diag(p_cf)^-1 (Zhao
+    et al., Calibrate Before Use, 2021). `batch`: by the mean of the rows' log-probabilities (Zhou et al., Batch
+    Calibration, 2023).
     """
 
-    method: Literal["contextual"] = "contextual"
-    content_free: tuple[Finite, ...]
+    method: Literal["contextual", "batch"]
+    prior: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        return label_probabilities(log_shares - np.array(self.content_free))
+        return label_probabilities(log_shares - np.array(self.prior))
 
 
 class IsotonicSteps(_Frozen):
@@ -119,9 +121,7 @@ class IsotonicSteps(_Frozen):
         return np.stack([first, 1 - first], axis=-1)
 
 
-Scaling = Annotated[
-    TemperatureScaling | PlattScaling | ContentFreeScaling | IsotonicSteps, Field(discriminator="method")
-]
+Scaling = Annotated[TemperatureScaling | PlattScaling | PriorScaling | IsotonicSteps, Field(discriminator="method")]
 
 
 class HeldOut(_Frozen):
@@ -139,9 +139,9 @@ class FittedOn(_Frozen):
     """The rows that a calibration was fitted on."""
 
     scores: str  # the output of `prefill score`, as the user named it
-    truth: str  # the column with the right answers
+    truth: str | None  # the column with the right answers; None where there are none
     rows: int
-    rows_by_label: dict[str, int]
+    rows_by_label: dict[str, int]  # by their right answer; for a prior by the model's own
     left_out: dict[str, int] = {}  # rows that were not used, by reason
     mistakes: Mistakes | None = None  # right answers that are no label
     unknown_ids: Mistakes | None = None  # ids in the file with the right answers that are of no row
@@ -152,18 +152,19 @@ class CalibrationUse(_Frozen):
     """The calibration that the probabilities of a question come from."""
 
     method: str
-    rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
-    # The probability of each label after the prompts without content; None for other methods.
-    content_free: dict[str, float] | None = None
+    rows: int | None = None  # rows that the calibration was fitted on; None for prompts without content
+    # The probability of each label that is divided out: after prompts without content, or in the mean of the rows;
+    # None for other methods.
+    prior: dict[str, float] | None = None
 
     def sentence(self, question: str) -> str:
         """Its description in one line, with the name of its question if it has one."""
         text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
         text += f", of the question {question}" if question else ""
-        if self.content_free is None:
+        if self.prior is None:
             return text
-        shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
-        return f"{text}; without content: {shares}"
+        shares = ", ".join(f"{label} {share:.4f}" for label, share in self.prior.items())
+        return f"{text}; {'without content' if self.method == 'contextual' else 'prior'}: {shares}"
 
 
 class CalibrationUses(Finding, RootModel[dict[str, CalibrationUse]]):
@@ -179,13 +180,13 @@ class CalibrationUses(Finding, RootModel[dict[str, CalibrationUse]]):
 
 
 class Calibration(_Frozen):
-    """The content of `calibration.json`."""
+    """A calibration of one question: the content of `calibration.json`, or of `CalibrationSet`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
     question: str = ""  # the question that it is for, if there are several
     scaling: Scaling
-    fitted_on: FittedOn | None = None  # None where it needs no right answers
+    fitted_on: FittedOn | None = None  # None for prompts without content
     # The findings of cross-validation by method; `none` are the scores as they are.
     held_out: dict[str, HeldOut] = {}
     folds: int | None = None
@@ -194,7 +195,7 @@ class Calibration(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Calibration:
         scaling, labels = self.scaling, len(self.labels)
-        for name in ("biases", "content_free"):
+        for name in ("biases", "prior"):
             if len(getattr(scaling, name, self.labels)) != labels:
                 raise ValueError(f"{labels} {name} are needed, one for each label")
         if isinstance(scaling, IsotonicSteps) and labels != 2:
@@ -208,12 +209,15 @@ class Calibration(_Frozen):
 
     def use(self) -> CalibrationUse:
         """Return its entry in the report of a run."""
-        scaling, fitted = self.scaling, self.fitted_on
-        free = None
-        if isinstance(scaling, ContentFreeScaling):
-            free = dict(zip(self.labels, np.exp(scaling.content_free).tolist(), strict=True))
-        rows = fitted and fitted.rows
-        return CalibrationUse(method=scaling.method, rows=rows, content_free=free)
+        fitted = self.fitted_on
+        return CalibrationUse(method=self.scaling.method, rows=fitted and fitted.rows, prior=self.prior)
+
+    @property
+    def prior(self) -> dict[str, float] | None:
+        """The probability of each label that is divided out; None for other methods."""
+        if not isinstance(self.scaling, PriorScaling):
+            return None
+        return dict(zip(self.labels, np.exp(self.scaling.prior).tolist(), strict=True))
 
     def digest(self) -> str:
         """Return the digest of everything that changes the probabilities."""
@@ -222,30 +226,57 @@ class Calibration(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+class CalibrationSet(_Frozen):
+    """The content of a `calibration.json` of several questions."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    calibrations: tuple[Calibration, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> CalibrationSet:
+        if len({each.question for each in self.calibrations}) < len(self.calibrations):
+            raise ValueError("a question has two calibrations")
+        return self
+
+
 def content_free_calibration(labels: Sequence[str], logprobs: Float64Array, question: str = "") -> Calibration:
     """Return the contextual calibration by prompts without content, with label log-probabilities `logprobs` [prompts,
     labels]. It takes the mean of their probabilities."""
     mean = np.exp(log_shares_of(logprobs)).mean(axis=0)
     logarithms = np.log(np.maximum(mean, np.exp(LEAST_LOG)))
-    scaling = ContentFreeScaling(content_free=tuple(logarithms.tolist()))
+    scaling = PriorScaling(method="contextual", prior=tuple(logarithms.tolist()))
     return Calibration(labels=tuple(labels), question=question, scaling=scaling)
 
 
-Method = Literal["temperature", "platt", "isotonic"]
-METHODS: tuple[Method, ...] = ("temperature", "platt", "isotonic")
+Method = Literal["temperature", "platt", "isotonic", "batch"]
+METHODS: tuple[Method, ...] = ("temperature", "platt", "isotonic")  # that need right answers
 _TEMPERATURES = (0.01, 100.0)
 
 
 def methods_for(labels: int) -> tuple[Method, ...]:
-    """Return the methods that suit this number of labels."""
+    """Return the methods that fit right answers among this number of labels."""
     return METHODS if labels == 2 else METHODS[:2]
 
 
 def fit_scaling(method: Method, log_shares: Float64Array, truth: Int64Array) -> Scaling:
     """Fit a calibration to rows with `log_shares_of` [rows, labels], whose right labels are `truth` [rows]."""
+    if method == "batch":
+        return fit_prior(log_shares)
     if method == "temperature":
         return fit_temperature(log_shares, truth)
     return fit_platt(log_shares, truth) if method == "platt" else fit_isotonic(log_shares, truth)
+
+
+# The logarithm of the smallest share that a column with the probability of one of two labels tells from 0. A row whose
+# share is smaller, or 0, would otherwise weigh more in a mean than hundreds of others.
+_LEAST_TOLD = float(np.log(np.finfo(np.float64).epsneg))
+
+
+def fit_prior(log_shares: Float64Array) -> PriorScaling:
+    """Return the prior that labels have in rows with `log_shares_of` [rows, labels]: the mean of these (Zhou et al.
+    2023), which is scaled to probabilities that add up to 1. It needs no right answers."""
+    means = np.maximum(log_shares, _LEAST_TOLD).mean(axis=0)
+    return PriorScaling(method="batch", prior=tuple(log_shares_of(means).tolist()))
 
 
 def fit_temperature(log_shares: Float64Array, truth: Int64Array) -> TemperatureScaling:
@@ -320,20 +351,22 @@ def cross_validate(
     before: Float64Array,
     labels: Sequence[str],
     *,
+    methods: Sequence[Method],
     folds: int,
     seed: int,
 ) -> dict[str, HeldOut]:
     """Measure the quality of each method on rows that it was not fitted on; `none` is that of `before` [rows, labels].
 
-    The folds have equal shares of every label. Raises ValueError if a label is right in fewer rows than there are
-    folds.
+    The folds have equal shares of every label that is right in as many rows as there are folds. Raises ValueError if
+    there are fewer rows than folds.
     """
-    from sklearn.model_selection import StratifiedKFold
+    from sklearn.model_selection import KFold, StratifiedKFold
 
-    parts = list(StratifiedKFold(n_splits=folds, shuffle=True, random_state=seed).split(log_shares, truth))
+    kind = StratifiedKFold if np.bincount(truth, minlength=len(labels)).min() >= folds else KFold
+    parts = list(kind(n_splits=folds, shuffle=True, random_state=seed).split(log_shares, truth))
     held = [rest for _, rest in parts]
     found = {"none": _held_out(before, truth, labels, held)}
-    for method in methods_for(len(labels)):
+    for method in methods:
         probabilities = np.empty_like(log_shares)
         for fitted, rest in parts:
             probabilities[rest] = fit_scaling(method, log_shares[fitted], truth[fitted]).apply(log_shares[rest])
@@ -382,16 +415,19 @@ REFUSED = {
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 
 
-def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> Calibration:
-    """Read the calibration at a local path or URL, for a job with these labels of each question, whose name is empty
-    if there is only one; None if they are not known yet.
+def read_calibrations(path: str, labels: Mapping[str, Sequence[str]] | None) -> tuple[Calibration, ...]:
+    """Read the calibration at a local path or URL, or those of several questions, for a job with these labels of each
+    question, whose name is empty if there is only one; None if they are not known yet.
 
     Raises UsageError for any other file.
     """
     again = "make it with prefill calibrate"
     content, _ = read_sealed("--calibration", path, again)  # a calibration written by hand has no seal
     try:
-        calibration = Calibration.model_validate_json(content)
+        if _has_several(content):
+            found = CalibrationSet.model_validate_json(content).calibrations
+        else:
+            found = (Calibration.model_validate_json(content),)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -400,8 +436,23 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
         else:
             reason = f"it is not a calibration: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--calibration {path}: {reason}\n{again}") from None
-    if labels is None:
-        return calibration
+    if labels is not None:
+        for calibration in found:
+            _require_asked(path, calibration, labels)
+    return found
+
+
+def _has_several(content: bytes) -> bool:
+    # Whether this JSON, or something else, is that of calibrations of several questions.
+    try:
+        given = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(given, dict) and "calibrations" in given
+
+
+def _require_asked(path: str, calibration: Calibration, labels: Mapping[str, Sequence[str]]) -> None:
+    # Raise UsageError for a calibration of other questions than those with these labels, or of other labels.
     if (own := labels.get(calibration.question)) is None:
         what = f"the question {calibration.question}" if calibration.question else "scores of one question about a row"
         raise UsageError(
@@ -413,7 +464,6 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
             f"--calibration {path}: it is for the labels {', '.join(calibration.labels)}, not {', '.join(own)}\n"
             "give the --labels that it was fitted with, in their order, or fit one for these"
         )
-    return calibration
 
 
 def check_calibration(settings: JobSettings) -> None:
@@ -426,7 +476,7 @@ def check_calibration(settings: JobSettings) -> None:
     if settings.probabilities.calibration is not None:
         own = settings.lm.head != "vocabulary" and not settings.answers.labels_given and _may_classify(settings)
         several = settings.asking.questions is not None
-        read_calibration(settings.probabilities.calibration, None if own or several else {"": typed})
+        read_calibrations(settings.probabilities.calibration, None if own or several else {"": typed})
 
 
 def _may_classify(settings: JobSettings) -> bool:
@@ -586,27 +636,28 @@ class Calibrating(Judge):
         """Read the file, for an output with this schema. Return the names of the questions that have calibrated
         probabilities. Raises UsageError."""
         asked = {own.name: own for own in schema.questions}
-        if self._file is not None:
-            labels = {name: own.labels for name, own in asked.items()}
-            found = read_calibration(self._file, labels)
-            if "orders" in asked[found.question].groups:
+        if self._file is None:
+            return tuple(asked)
+        self.calibrations = [*read_calibrations(self._file, {name: own.labels for name, own in asked.items()})]
+        for each in self.calibrations:
+            if "orders" in asked[each.question].groups and not isinstance(each.scaling, PriorScaling):
                 raise UsageError(
-                    f"--calibration: the question {found.question} is asked in both orders, and a mean of two answers "
-                    f"is not calibrated\nleave it or swap out, or calibrate it with {OPTION}"
+                    f"--calibration: the question {each.question} is asked in both orders, and a mean of two answers "
+                    "is not calibrated\nleave it or swap out, or take its prior out with prefill calibrate --prior "
+                    f"rows or {OPTION}"
                 )
-            self.calibrations = [found]
-            return (found.question,)
-        return tuple(asked)
+        return tuple(each.question for each in self.calibrations)
 
     def identity(self) -> Mapping[str, str]:
         """Return its part of the job's fingerprint."""
-        return {"calibration": self.calibrations[0].digest()} if self.calibrations else {}
+        return {"calibration": " ".join(each.digest() for each in self.calibrations)} if self.calibrations else {}
 
     def require_fitting(self, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for a calibration of another job."""
-        for each in self.calibrations:
-            if each.fitted_on is not None:
-                require_fitting("--calibration", self._file or "", each.fitted_on.job, fingerprint)
+        jobs = [each.fitted_on.job for each in self.calibrations if each.fitted_on is not None]
+        for at, job in enumerate(jobs):
+            if job not in jobs[:at]:
+                require_fitting("--calibration", self._file or "", job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the ledger keeps it."""

@@ -535,6 +535,15 @@ class JudgedAnswers:
 
 
 @dataclass(frozen=True, slots=True)
+class AnsweredRows:
+    """The rows of an output that have an answer to a question, whether a right one is known or not."""
+
+    own: AnswerColumns
+    logs: Float64Array  # the log-probability of each label [rows, labels]
+    left_out: Counter[str]  # other rows, by reason
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
     table: pa.Table  # the columns of answers, as an output has them
     right: Sequence[Any]  # right answers
@@ -609,18 +618,14 @@ def _judged(pieces: Iterable[_Piece], plan: TruthPlan, *, logs: bool) -> JudgedA
 
 def _of_piece(piece: _Piece, first: int, plan: TruthPlan, counts: TruthCounts, *, logs: bool) -> JudgedAnswers:
     # `first` is the place of its first row in the output. The values of the truth are counted.
-    table, own, odd = piece.table, plan.own, piece.odd
-    if plan.choices:
-        shares, answered = np.empty((0, 0)), pc.is_valid(table["score"]).to_numpy()
-    else:
-        shares = own.shares_in(table)
-        answered = ~np.isnan(shares[:, 0])
-        odd = odd | (answered & ~(plan.values | ((shares >= 0) & (shares <= 1)).all(axis=1)))
+    table, own = piece.table, plan.own
+    shares = np.empty((0, 0)) if plan.choices else own.shares_in(table)
+    answered = pc.is_valid(table["score"]).to_numpy() if plan.choices else ~np.isnan(shares[:, 0])
+    usable, reasons = _usable(piece, own, shares, answered)
     whole = own.logs_in(table) if logs else np.empty((len(table), 0))
-    usable = answered & ~odd & ~piece.broken
     numbers, stands_for, blank = _right_of(piece, usable, plan, counts)
     known = usable & (numbers != _UNKNOWN)
-    reasons = {BROKEN: piece.broken, NO_PROBABILITIES: odd, NO_ANSWER: ~answered, NO_TRUTH: blank, NO_OPTION: ~known}
+    reasons |= {NO_TRUTH: blank, NO_OPTION: ~known}
     of_labels = slice(None) if plan.by_label else 0  # of two labels the first suffices
     return JudgedAnswers(
         plan,
@@ -633,6 +638,18 @@ def _of_piece(piece: _Piece, first: int, plan: TruthPlan, counts: TruthCounts, *
         found=counts,
         said=_said(shares, stands_for, usable & ~np.isnan(stands_for), plan.numbers),
     )
+
+
+def _usable(
+    piece: _Piece, own: AnswerColumns, shares: Float64Array, answered: BoolArray
+) -> tuple[BoolArray, dict[str, BoolArray]]:
+    # The rows of a piece that are `answered` with probabilities [rows], by the answers' `shares`, which are none where
+    # rows have their own choices; and for each reason the rows that are not.
+    odd = piece.odd
+    if len(shares) and own.measure is not Measure.VALUES:
+        odd = odd | (answered & ~((shares >= 0) & (shares <= 1)).all(axis=1))
+    reasons = {BROKEN: piece.broken, NO_PROBABILITIES: odd, NO_ANSWER: ~answered}
+    return answered & ~odd & ~piece.broken, reasons
 
 
 def _right_of(
@@ -689,7 +706,7 @@ def _said(shares: Float64Array, values: Float64Array, known: BoolArray, numbers:
 
 @dataclass(frozen=True, slots=True)
 class LabelledOutput:
-    """An output of `prefill score`, or a copy of one, with right answers to some of its questions."""
+    """An output of `prefill score`, or a copy of one, with right answers to some of its questions, or to none."""
 
     given: LabelledOptions
     source: Source
@@ -699,7 +716,7 @@ class LabelledOutput:
 
     @classmethod
     def open(cls, given: LabelledOptions) -> LabelledOutput:
-        """Open the scores, and find the right answers. Raises UsageError."""
+        """Open the scores, and find the right answers, if any are given. Raises UsageError."""
         source, job = Source.open([given.scores]), job_of(given.scores)
         known = {} if job is None else {own.key: own for own in job.answers}
         asked = {name: known.get(name, own) for name, own in AnswerColumns.found_in(source.available).items()}
@@ -710,7 +727,8 @@ class LabelledOutput:
                 if "score" in source.available and any(name.startswith("value_") for name in source.available)
                 else f"{given.scores}: not an output of prefill score with the probabilities of answers"
             )
-        return cls(given, source, job, asked, find_truth(given, asked, source.available, job))
+        truth = find_truth(given, asked, source.available, job) if given.judged else FoundTruth({})
+        return cls(given, source, job, asked, truth)
 
     @property
     def divided(self) -> bool:
@@ -724,10 +742,8 @@ class LabelledOutput:
         Raises UsageError if no row has both, and for a score that is not that of its columns.
         """
         right, own = self.truth.answers[name], self._named(self.asked[name])
-        columns = dict.fromkeys([*own.told, *([] if own.name else ["score", *own.logs])])
-        self.source.select(columns=[*columns, right.key], carried=())
         plan = TruthPlan(own, right.truth, tuple(map(Label, own.labels)))
-        found = _judged(self._pieces(own, list(columns), right, exact=exact), plan, logs=True)
+        found = _judged(self._pieces(own, right, exact=exact), plan, logs=True)
         mistakes, rows = found.mistakes, len(found.truth)
         if not rows and mistakes is not None:
             raise plan.no_answer(mistakes)
@@ -740,6 +756,20 @@ class LabelledOutput:
         plan.tell(mistakes)
         tell_blank(self.given, right, rows, int((found.probabilities.argmax(axis=1) == found.truth).sum()))
         return found
+
+    def answered(self, name: str) -> AnsweredRows:
+        """Read the log-probabilities of the answers to a question, in all rows that have them.
+
+        Raises UsageError for a score that is not that of its columns.
+        """
+        own = self._named(self.asked[name])
+        logs, left_out = [np.empty((0, len(own.labels)))], Counter[str]()
+        for piece in self._pieces(own, None, exact=False):
+            shares = own.shares_in(piece.table)
+            usable, reasons = _usable(piece, own, shares, ~np.isnan(shares[:, 0]))
+            logs.append(own.logs_in(piece.table)[usable])
+            left_out += _counted_once(reasons)
+        return AnsweredRows(own, np.concatenate(logs), left_out)
 
     def _named(self, own: AnswerColumns) -> AnswerColumns:
         # With the names of its answers, which a copy does not tell: those of its first row that has them.
@@ -756,10 +786,10 @@ class LabelledOutput:
         cells = batch.columns[name]
         return list(map(_of_text, cells)) if self.source.kind in ("csv", "tsv") else cells
 
-    def _pieces(
-        self, own: AnswerColumns, columns: Sequence[str], right: RightAnswers, *, exact: bool
-    ) -> Iterator[_Piece]:
+    def _pieces(self, own: AnswerColumns, right: RightAnswers | None, *, exact: bool) -> Iterator[_Piece]:
         typed = bool(own.name) and own.type != "predicate"
+        columns = list(dict.fromkeys([*own.told, *([] if own.name else ["score", *own.logs])]))
+        self.source.select(columns=[*columns, *([] if right is None else [right.key])], carried=())
         for batch in self.source.batches():
             cells = {name: _as_output(own, self._cells(batch, name), typed=typed) for name in columns}
             table = pa.table({name: column for name, (column, _) in cells.items()})
@@ -769,7 +799,7 @@ class LabelledOutput:
                     gaps = [pc.is_null(table[each]).to_numpy() for each in own.logs]
                     odd |= pc.is_valid(table["score"]).to_numpy() & np.any(gaps, axis=0)
                 self._require_first(own, table, odd, exact=exact)
-            answers = [right.of_row(key) for key in batch.columns[right.key]]
+            answers = [None] * len(table) if right is None else [right.of_row(key) for key in batch.columns[right.key]]
             broken = np.isin(batch.rows, list(batch.errors))
             yield _Piece(table, answers, np.arange(len(answers)), repeat(None), broken, odd)
 

@@ -498,6 +498,14 @@ class CalibrateSettings(Settings):
     fit: FitOptions
     run: QuietOptions
 
+    def check(self) -> None:
+        super().check()
+        if not self.labelled.judged and self.fit.prior is None:
+            raise UsageError(
+                "no --truth given: name the column with the right answers, or take out the rows' prior without them, "
+                "with --prior rows"
+            )
+
 
 # The commands that take options, by name.
 COMMANDS: dict[str, type[Settings]] = {

@@ -179,6 +179,22 @@ FITS = Requirement(
 )
 
 
+CHOSEN_METHOD = Requirement(
+    lambda s: s.fit.prior is None,
+    "has no effect beside --prior, which fits nothing to right answers",
+    "drop --prior",
+    recipe_may_keep=True,
+)
+
+
+FOLDED = Requirement(
+    lambda s: s.fit.prior is None or s.labelled.judged,
+    "needs right answers: without them --prior is measured on no rows",
+    "give --truth COLUMN",
+    recipe_may_keep=True,
+)
+
+
 class ProbabilityOptions(Options):
     """The probabilities that are written beside the scores."""
 
@@ -210,7 +226,7 @@ class LabelledOptions(TruthOptions):
 
     scores: str = argument(
         ...,
-        "Scores of rows with right answers: what prefill score wrote.",
+        "Scores of rows, with right answers unless --prior needs none: what prefill score wrote.",
         changes="report",
         path="scores",
         min_length=1,
@@ -233,10 +249,10 @@ class LabelledOptions(TruthOptions):
         INPUT, changes="report", metavar="NAME", requires=TRUTH_FROM,
     )  # fmt: skip
 
-    def check(self) -> None:
-        super().check()
-        if self.truth is None and self.truth_from is None:
-            raise UsageError("no --truth given: name the column with the right answers")
+    @property
+    def judged(self) -> bool:
+        """True if right answers are given."""
+        return self.truth is not None or self.truth_from is not None
 
 
 class FitOptions(Options):
@@ -260,12 +276,21 @@ class FitOptions(Options):
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
         "auto",
         "Method to fit; auto: the one with the smallest log loss in cross-validation. Isotonic is for two labels.",
-        FIT, changes="report", requires=FITS,
+        FIT, changes="report", requires=(FITS, CHOSEN_METHOD),
+    )  # fmt: skip
+    prior: Literal["rows"] | None = option(
+        None,
+        "Instead of fitting, take out what the model prefers whatever the row says, which needs no right answers. "
+        "rows: the mean log-probability of each answer over all rows, for each question.",
+        FIT, changes="report", metavar="rows", requires=FITS,
     )  # fmt: skip
     folds: int = option(
-        5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", requires=FITS, ge=2, le=100
+        5, "Folds of the cross-validation.",
+        FIT, changes="report", metavar="N", requires=(FITS, FOLDED), ge=2, le=100,
+    )  # fmt: skip
+    seed: int = option(
+        0, "Seed for the folds.", FIT, changes="report", metavar="N", requires=(FITS, FOLDED), ge=0, lt=2**32
     )
-    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", requires=FITS, ge=0, lt=2**32)
 
     @model_validator(mode="before")
     @classmethod

@@ -74,7 +74,7 @@ def _is_page(path: str, start: bytes) -> bool:
     return _PAGE.match(start) is not None and _PAGE_POLICY in start
 
 
-_is_calibration, _are_floors = json_with("labels", "scaling"), json_with("accuracy", "questions")
+_CALIBRATIONS = (json_with("labels", "scaling"), json_with("calibrations"), json_with("accuracy", "questions"))
 
 SIDE_FILES = {
     "report": SideFile("the report of a run", json_with("status", "exit_code", "rows", "fingerprint")),
@@ -85,7 +85,7 @@ SIDE_FILES = {
     "profile": SideFile("written by prefill profile", json_with("machine", "budget_bytes")),
     "calibration": SideFile(
         "written by prefill calibrate",
-        lambda path, start: _is_calibration(path, start) or _are_floors(path, start),
+        lambda path, start: any(knows(path, start) for knows in _CALIBRATIONS),
     ),
     "exits": SideFile("an exit profile", json_with("flips_of", "questions")),
     "rejects": SideFile("rejects of an earlier run", is_rejects),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
+    HeldOut,
+    Method,
     PlattScaling,
     best_method,
     cross_validate,
@@ -21,6 +25,7 @@ from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.judging import LabelledOptions
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
@@ -40,23 +45,35 @@ def _read(given: LabelledOptions) -> tuple[LabelledOutput, JudgedAnswers]:
             f"{path}: there are right answers to {name}, {', '.join(others)}, and a calibration is of one question\n"
             f"name its column, like --truth {name}={found.truth.answers[name].truth}"
         )
-    own, available = found.asked[name], found.source.available
-    if own.name and found.job is None:
-        raise UsageError(
-            f"{path}: a copy of an output does not say what its questions are\n"
-            "give the output itself, and the right answers with --truth-from"
-        )
-    if own.column(_BOTH_ORDERS) in available:
+    require_whole(found, [name])
+    if in_orders(found, found.asked[name]):
         raise UsageError(
             f"{path}: the question {name} was asked in both orders, and a mean of two answers is not "
-            "calibrated\nscore without swap"
+            "calibrated\nscore without swap, or take its prior out: --prior rows"
         )
-    if found.divided:
+    return found, found.read(name, exact=False)
+
+
+def in_orders(output: LabelledOutput, own: AnswerColumns) -> bool:
+    """Return whether an output has the mean of a question's answers in several orders."""
+    return own.column(_BOTH_ORDERS) in output.source.available
+
+
+def require_whole(output: LabelledOutput, names: Sequence[str]) -> None:
+    """Raise UsageError for an output that does not tell what a later job would calibrate, of questions of these
+    names."""
+    path = output.given.scores
+    if output.job is None and any(output.asked[name].name for name in names):
+        truth = ", and the right answers with --truth-from" if output.given.judged else ""
+        raise UsageError(
+            f"{path}: a copy of an output does not say what its questions are\ngive the output itself{truth}"
+        )
+    if output.divided:
         raise UsageError(
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
             "score without --label-norm, or calibrate without right answers: --calibrate-with"
         )
-    if _EXIT in available and any(
+    if _EXIT in output.source.available and any(
         layer not in (None, "")
         for batch in Source.open([path], columns=[_EXIT]).batches()
         for layer in batch.columns[_EXIT]
@@ -65,7 +82,6 @@ def _read(given: LabelledOptions) -> tuple[LabelledOutput, JudgedAnswers]:
             "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
             "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
         )
-    return found, found.read(name, exact=False)
 
 
 # The results of cross-validation for each method, as a table in the terminal.
@@ -74,17 +90,24 @@ def _read(given: LabelledOptions) -> tuple[LabelledOutput, JudgedAnswers]:
 HEADER = ["held-out rows", "log loss", "+-", "Brier", "ECE", "accuracy", "AUC"]
 
 
+_SHOWN = {"none": "scores as is", "batch": "prior taken out"}
+
+
+def methods_table(calibration: Calibration, *, gap: int) -> Table:
+    """Return the methods side by side, with a star at the chosen one."""
+    rows = [HEADER]
+    for method, held in calibration.held_out.items():
+        numbers = [held.log_loss, held.log_loss_spread, held.brier, held.ece, held.accuracy]
+        name = _SHOWN.get(method, method) + (" *" if method == calibration.scaling.method else "")
+        rows.append([name, *(f"{number:.4f}" for number in numbers), "" if held.auc is None else f"{held.auc:.3f}"])
+    return numbers_table(rows, gap=gap)
+
+
 def print_calibration(calibration: Calibration, path: str) -> None:
     """Print the methods side by side, and the chosen one."""
     console = stderr_console(WIDTH)
     chosen, fitted = calibration.scaling.method, calibration.fitted_on
-    rows = [HEADER]
-    for method, held in calibration.held_out.items():
-        numbers = [held.log_loss, held.log_loss_spread, held.brier, held.ece, held.accuracy]
-        name = "scores as is" if method == "none" else method
-        area = "" if held.auc is None else f"{held.auc:.3f}"
-        rows.append([name + (" *" if method == chosen else ""), *(f"{number:.4f}" for number in numbers), area])
-    console.print(numbers_table(rows, gap=2 if console.width >= WIDTH else 1))
+    console.print(methods_table(calibration, gap=2 if console.width >= WIDTH else 1))
     console.print()
     if fitted is not None:
         counts = ", ".join(f"{count:,} {label}" for label, count in fitted.rows_by_label.items())
@@ -139,15 +162,12 @@ def _fitted(settings: CalibrateSettings, output: LabelledOutput, rows: JudgedAns
                 f"{settings.labelled.scores}: {label} is the right answer of {count} rows{left_out}; at least "
                 f"{least} rows of each label are needed\ngive more rows with right answers"
             )
-    log_shares = log_shares_of(rows.logs)
-    # With two labels those of the scores, any --temperature included; with more labels without it.
-    before = rows.probabilities if len(labels) == 2 else label_probabilities(rows.logs)
-    held_out = cross_validate(log_shares, truth, before, labels, folds=settings.fit.folds, seed=settings.fit.seed)
+    held_out = measured(settings, rows, able)
     method = best_method(held_out) if settings.fit.method == "auto" else settings.fit.method
     calibration = Calibration(
         labels=labels,
         question=rows.plan.own.name,
-        scaling=fit_scaling(method, log_shares, truth),
+        scaling=fit_scaling(method, log_shares_of(rows.logs), truth),
         fitted_on=FittedOn(
             scores=without_secrets(settings.labelled.scores),
             truth=rows.plan.truth,
@@ -166,6 +186,16 @@ def _fitted(settings: CalibrateSettings, output: LabelledOutput, rows: JudgedAns
     return calibration
 
 
+def measured(settings: CalibrateSettings, rows: JudgedAnswers, methods: Sequence[Method]) -> dict[str, HeldOut]:
+    """Return the findings of cross-validation of these methods, and of the scores as they are: with two labels those
+    of the output, any --temperature included; with more labels without it."""
+    labels, folds, seed = rows.plan.own.labels, settings.fit.folds, settings.fit.seed
+    before = rows.probabilities if len(labels) == 2 else label_probabilities(rows.logs)
+    return cross_validate(
+        log_shares_of(rows.logs), rows.truth, before, labels, methods=methods, folds=folds, seed=seed
+    )
+
+
 def _warn(calibration: Calibration) -> None:
     # Warn on stderr where a calibration is of little use.
     found, method = calibration.held_out, calibration.scaling.method
@@ -177,10 +207,15 @@ def _warn(calibration: Calibration) -> None:
             f"{found['none'].log_loss:.4f}, calibrated {found[method].log_loss:.4f}: calibrating brings nothing here"
         )
     if calibration.fitted_on is not None and not calibration.fitted_on.job:
-        log.warning(
-            "the scores do not name the job that made them, so prefill score cannot check that the "
-            "calibration is for its model and prompt"
-        )
+        warn_of_copy()
+
+
+def warn_of_copy() -> None:
+    """Warn on stderr that scores do not name their job."""
+    log.warning(
+        "the scores do not name the job that made them, so prefill score cannot check that the "
+        "calibration is for its model and prompt"
+    )
 
 
 def _summary(ending: Ended, calibration: Calibration | None, settings: CalibrateSettings) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefillcli.errors import UsageError
 from prefillcli.forecast.profile import Profile
-from prefillcli.judging.calibration import Calibration, FittedOn, IsotonicSteps, read_calibration
+from prefillcli.judging.calibration import Calibration, FittedOn, IsotonicSteps, read_calibrations
 from prefillcli.reading.exits.policy import ExitProfile, LearntExits, exit_profile_at
 from prefillcli.reading.exits.proof import prove_exits
 from prefillcli.rows.proof import sealed_text
@@ -42,7 +42,7 @@ def _calibration() -> Calibration:
 
 _READERS: dict[str, tuple[Callable[[], Any], Callable[[str], Any]]] = {
     "x.exit.json": (_profile, exit_profile_at),
-    "calibration.json": (_calibration, lambda path: read_calibration(path, None)),
+    "calibration.json": (_calibration, lambda path: read_calibrations(path, None)[0]),
     "profile.json": (made_profile, Profile.load),
 }
 

@@ -13,7 +13,7 @@ import pytest
 from scipy.special import expit, softmax
 
 from prefillcli.errors import UsageError
-from prefillcli.judging.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibration
+from prefillcli.judging.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibrations
 from prefillcli.options.commands import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
@@ -87,7 +87,7 @@ def test_the_probability_stands_beside_the_score_and_nothing_else_changes(model:
     assert score("in.parquet", "plain.parquet", **flags(model))["exit_code"] == 0
     assert score("in.parquet", calibration=save(), **flags(model))["exit_code"] == 0
     assert "calibrations" not in read_report("plain.run.json")
-    assert read_report()["calibrations"] == {"answer": {"method": "platt", "rows": None, "content_free": None}}
+    assert read_report()["calibrations"] == {"answer": {"method": "platt", "rows": None, "prior": None}}
     rows, plain = read_output("out.parquet"), read_output("plain.parquet")
     assert_platt(rows)
     assert list(rows[0])[:3] == ["row", "score", "probability"]
@@ -193,7 +193,7 @@ def test_a_calibration_of_an_output_is_for_jobs_with_its_model_prompt_and_labels
     assert done["exit_code"] == 0
     assert beside_answers(capsys.readouterr().err) == []
     found = read_output("out.parquet")
-    scaling = read_calibration("calibration.json", None)
+    scaling = read_calibrations("calibration.json", None)[0]
     logprobs = np.array([[row["logprob_Yes"], row["logprob_No"]] for row in found])
     assert [row["probability"] for row in found] == scaling.probabilities(logprobs)[:, 0].tolist()
 
@@ -275,7 +275,7 @@ def test_what_the_model_says_without_content_is_divided_out(
     free = [f"{SHOTS} {text} Answer:" for text in ("N/A", "fox")]
     rows = read_output("out.parquet")
     shares = np.mean([softmax(np.array(reference.answer(text).logprobs)) for text in free], axis=0)
-    reported = read_report()["calibrations"]["answer"]["content_free"]
+    reported = read_report()["calibrations"]["answer"]["prior"]
     assert reported == pytest.approx(dict(zip(("Yes", "No"), shares.tolist(), strict=True)), abs=1e-5)
     for row, post in zip(rows, texts(ROWS), strict=True):
         assert row["probability"] == pytest.approx(contextual(reference, f"{SHOTS} {post} Answer:", free), abs=1e-5)

@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from scipy.special import softmax
 
 from prefillcli import Choice, Predicate, Score, Scorer
 from prefillcli.asking.forms import orders_of
+from prefillcli.judging.calibration import read_calibrations
+from prefillcli.options.commands import CalibrateSettings
+from prefillcli.options.load import load_settings
 from prefillcli.prompts.questions import Question
+from prefillcli.tools.priors import priors_job
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
 from tests.jobs.processes import Command, Hold, cut_small_windows, words_of
 from tests.jobs.test_typed_questions import shares
@@ -75,7 +80,7 @@ def test_each_question_has_its_own_correction(model: Path, reference: Reference,
     assert list(report["calibrations"]) == ["refund", "topic", "anger"]
     for each, question in zip(report["calibrations"].values(), (REFUND, TOPIC, ANGER), strict=True):
         wanted = np.mean([shares(reference, text, question) for text in FREE], axis=0)
-        assert list(each["content_free"].values()) == pytest.approx(wanted, abs=TOLERANCE)
+        assert list(each["prior"].values()) == pytest.approx(wanted, abs=TOLERANCE)
 
 
 def test_the_mean_over_orders_is_corrected_by_the_mean_without_content(model: Path, reference: Reference) -> None:
@@ -182,6 +187,72 @@ def test_python_calibrates_as_the_command(model: Path) -> None:
             for row, wanted in zip(table.to_pylist(), read_output("out.parquet"), strict=True):
                 for name in ("refund", "topic"):
                     assert found(row, name) == pytest.approx(found(wanted, name), abs=TOLERANCE)
+
+
+NEVER = {"name": "never", "template": "{{ text }} Never:", "labels": ["Yes", "No"], "when": "refund > 1"}
+
+
+def take_prior(scores: str, **flags: Any) -> dict[str, Any]:
+    given = {"scores": scores, "prior": "rows", "output": "prior.json", **flags}
+    return priors_job(load_settings(CalibrateSettings, given, environment={}))
+
+
+def told(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """The probability of each option in each row."""
+    each = [row[name] if f"{name}.probabilities" not in row else row[f"{name}.probabilities"] for row in rows]
+    return np.array([list(own.values()) if isinstance(own, dict) else [own, 1 - own] for own in each])
+
+
+@pytest.mark.parametrize("orders", [1, 2])
+def test_the_prior_of_a_night_is_taken_out_of_every_question_of_later_ones(
+    model: Path, capsys: pytest.CaptureFixture[str], orders: int
+) -> None:
+    flags: dict[str, Any] = {"questions": "q.json", "model": model, "orders": orders}
+    assert score(asked(REFUND, NEVER, TOPIC, ANGER, rows=30), "s.parquet", **flags)["exit_code"] == 0
+    capsys.readouterr()
+    done = take_prior("s.parquet")
+    assert done["exit_code"] == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "0 rows with an answer to never (30 without an answer), and a prior is of at least 10: this q" in said
+    assert "--calibration prior.json adds refund.calibrated, topic.calibrated, anger.calibrated" in said
+    rows = read_output("s.parquet")
+    means = {name: np.log(told(rows, name)).mean(axis=0) for name in ("refund", "topic", "anger")}
+    for name, mean in means.items():
+        assert list(done["questions"][name]["prior"].values()) == pytest.approx(softmax(mean), abs=1e-9)
+
+    # Fitted methods stand beside it where they may: not for a mean over orders.
+    write_parquet("right.parquet", right=["delivery", "device", "payment"] * 10)
+    measured = take_prior("s.parquet", truth_from="right.parquet", truth="topic=right", output="measured.json")
+    assert ["before" in own for own in measured["questions"].values()] == [False, True, False]
+    methods = ["none", *(["temperature", "platt"] if orders == 1 else []), "batch"]
+    (topic,) = [each for each in read_calibrations("measured.json", None) if each.question == "topic"]
+    assert list(topic.held_out) == methods
+
+    # Another night has other rows: what its rows get is of the file alone.
+    write_parquet("in.parquet", text=TEXTS[30:34], other=TEXTS[:4], kind=["mail"] * 4, number=range(4))
+    assert score("in.parquet", calibration="prior.json", **flags)["exit_code"] == 0
+    later = read_output("out.parquet")
+    assert sum(name.endswith(".calibrated") for name in later[0]) == 3
+    for name, mean in means.items():
+        wanted = softmax(np.log(told(later, name)) - mean, axis=1)
+        assert np.array([found(row, name) for row in later]) == pytest.approx(wanted, abs=1e-6)
+        assert np.abs(wanted - told(later, name)).max() > 0.01
+    uses = read_report()["calibrations"]
+    assert {name: (each["method"], each["rows"]) for name, each in uses.items()} == dict.fromkeys(means, ("batch", 30))
+
+    assert score("in.parquet", calibration="prior.json", **flags | {"orders": 3 - orders})["exit_code"] == 2
+    assert "it was fitted on scores with another" in capsys.readouterr().err
+    assert score("in.parquet", "hot.parquet", temperature=2, **flags)["exit_code"] == 0
+    if orders == 2:
+        assert "asked in several orders with --temperature" in take_prior("hot.parquet")["error"]
+
+
+@pytest.mark.parametrize("asked", [{"ask": REFUND.instructions}, {"prompt_column": "text"}])
+def test_divided_answers_have_no_prior(model: Path, asked: dict[str, Any]) -> None:
+    source = write_parquet("in.parquet", text=TEXTS[:12])
+    assert score(source, "s.parquet", model=model, label_norm="tokens", **asked)["exit_code"] == 0
+    assert "--label-norm divides" in take_prior("s.parquet")["error"]
+    assert not Path("prior.json").exists()
 
 
 NUMBER = {"name": "number", "template": "{{ number }}:", "labels": ["Yes", "No"]}

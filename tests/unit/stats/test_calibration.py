@@ -23,9 +23,9 @@ from sklearn.model_selection import StratifiedKFold
 from prefillcli.judging.calibration import (
     METHODS,
     Calibration,
-    ContentFreeScaling,
     IsotonicSteps,
     PlattScaling,
+    PriorScaling,
     TemperatureScaling,
     best_method,
     content_free_calibration,
@@ -176,7 +176,7 @@ knots = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_si
 scalings = (
     st.builds(TemperatureScaling, temperature=positive)
     | st.builds(PlattScaling, slope=st.floats(0, 100), biases=st.tuples(bias, bias))
-    | st.builds(ContentFreeScaling, content_free=st.tuples(bias, bias))
+    | st.builds(PriorScaling, method=st.sampled_from(["contextual", "batch"]), prior=st.tuples(bias, bias))
     | knots.map(lambda found: IsotonicSteps(scores=found[0], probabilities=found[1][: len(found[0])]))
 )
 
@@ -207,7 +207,7 @@ def test_a_calibration_says_the_same_after_a_round_trip(scaling: Any, logprobs: 
 def test_temperature_one_and_equal_answers_without_content_change_nothing() -> None:
     logprobs, _ = sampled(50, 3)
     shares = np.exp(log_softmax(logprobs, axis=1))
-    for scaling in (TemperatureScaling(temperature=1), ContentFreeScaling(content_free=(-1.1, -1.1, -1.1))):
+    for scaling in (TemperatureScaling(temperature=1), PriorScaling(method="batch", prior=(-1.1, -1.1, -1.1))):
         found = Calibration(labels=("a", "b", "c"), scaling=scaling).probabilities(logprobs)
         np.testing.assert_allclose(found, shares, rtol=1e-12)
 
@@ -226,7 +226,7 @@ def test_cross_validation_is_that_of_scikit_learn() -> None:
     shares = log_shares_of(logprobs)
     scores = expit(logprobs[:, 0] - logprobs[:, 1])
     before = np.stack([scores, 1 - scores], axis=1)
-    found = cross_validate(shares, truth, before, NAMES, folds=4, seed=3)
+    found = cross_validate(shares, truth, before, NAMES, methods=METHODS, folds=4, seed=3)
     assert list(found) == ["none", *METHODS]
 
     yes = truth == 0
@@ -243,9 +243,9 @@ def test_cross_validation_is_that_of_scikit_learn() -> None:
     assert platt.auc == pytest.approx(roc_auc_score(yes, held), abs=1e-3)
     assert found["none"].auc == pytest.approx(roc_auc_score(yes, scores), abs=1e-12)
     assert best_method(found) == min(METHODS, key=lambda method: found[method].log_loss)
-    again = cross_validate(shares, truth, before, NAMES, folds=4, seed=3)
+    again = cross_validate(shares, truth, before, NAMES, methods=METHODS, folds=4, seed=3)
     assert again == found
-    assert cross_validate(shares, truth, before, NAMES, folds=4, seed=4) != found
+    assert cross_validate(shares, truth, before, NAMES, methods=METHODS, folds=4, seed=4) != found
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_cross_validation_is_that_of_scikit_learn() -> None:
         {"method": "temperature", "temperature": "nan"},
         {"method": "platt", "slope": -1, "biases": [0, 0]},
         {"method": "platt", "slope": 1, "biases": [0, 0, 0]},
-        {"method": "contextual", "content_free": [0]},
+        {"method": "contextual", "prior": [0]},
         {"method": "beta"},
     ],
 )
