@@ -270,7 +270,7 @@ def test_variables_of_others_are_let_be() -> None:
 NO_PATHS = {
     "ADDRESS", "CHAR|tab|none|auto", "COLUMN", "DEVICE", "DISTANCE", "EXPR", "FACTOR", "I/N", "ID", "KEY=VALUE",
     "LABELS", "MASS", "N", "N|auto", "NAME", "NAMES", "NAME=NUMBER", "NUMBERS", "PRICE", "RANGE", "RATE", "RATE|auto",
-    "[NAME=]COLUMN", "SECONDS", "SHARE", "SIZE", "T", "TEXT", "TEXT|eos", "int8|fp8", "openai|systemone",
+    "[NAME=]COLUMN", "SECONDS", "SHARE", "SIZE", "T", "TEXT", "TEXT|eos", "int8|fp8", "openai|systemone", "rows",
     "torch|hf|vllm",
 }  # fmt: skip
 """Metavars of options that name no file or folder."""
