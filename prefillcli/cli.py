@@ -23,6 +23,7 @@ from prefillcli.options.commands import (
     BenchSettings,
     CalibrateSettings,
     DoctorSettings,
+    FitSettings,
     InspectSettings,
     MergeSettings,
     ProfileSettings,
@@ -175,6 +176,18 @@ def calibrate(settings: CalibrateSettings) -> Summary:
     if settings.fit.accuracy is not None:
         return floors_job(settings)
     return calibrate_job(settings) if settings.fit.prior is None else priors_job(settings)
+
+
+@_job
+def fit(settings: FitSettings) -> Summary:
+    """Fit heads to INPUT with right answers: they answer after a middle layer, and what is above it is not needed.
+
+    A table of how good they are on held-out rows goes to stderr; the last line on stdout is a summary, one JSON
+    object. prefill score --head FILE takes the file.
+    """
+    from prefillcli.tools.fit.fit_job import fit_job
+
+    return fit_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

@@ -47,7 +47,7 @@ class LabelAsking(Asking):
     def named_labels(self, model: Path) -> Labels | None:
         if not self.settings.answers.labels_given and read_reranker(model) is not None:
             return None
-        found = named_labels(model, self.settings.answers, self.settings.lm.head)
+        found = named_labels(model, self.settings.answers, self.settings.lm.model_head)
         return None if found is None else self._with_values(found)
 
     def labels(self, opened: Opened) -> Labels:

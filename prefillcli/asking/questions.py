@@ -106,7 +106,7 @@ class QuestionAsking(Asking):
         return found or DEFAULT_COLUMN
 
     def named_labels(self, model: Path) -> Labels | None:
-        if has_classes(model, self.settings.lm.head):
+        if has_classes(model, self.settings.lm.model_head):
             return None
         each = tuple(label_names(own.question) for own in self.file.questions)
         each[0].each = each

@@ -17,7 +17,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import token_order
 from prefillcli.rows.input.selection import Selection
-from prefillcli.rows.records import FALLBACK, FULL, Prompt, ScoredRow, Window, early_exit_method
+from prefillcli.rows.records import FALLBACK, FULL, Prompt, ScoredRow, Window, early_exit_method, head_method
 from prefillcli.stats.arrays import Int32Array, Int64Array
 
 if TYPE_CHECKING:
@@ -313,6 +313,10 @@ def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> Sc
         audit = answer.logprobs
         if (early := request.early or answer.early) is not None:
             layer, logprobs = early
+    method = method_of(request, answer)
+    if layer is not None:
+        by_head = request.prompt.labels.head is not None
+        method = head_method(method) if by_head else early_exit_method(method, layer)
     return ScoredRow(
         row=request.prompt.row,
         logprobs=logprobs,
@@ -320,7 +324,7 @@ def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> Sc
         computed_tokens=answer.computed_tokens,
         kept_tokens=kept_tokens(request, answer),
         seconds=answer.seconds + request.pick_seconds,
-        method=method_of(request, answer) if layer is None else early_exit_method(method_of(request, answer), layer),
+        method=method,
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
         by_token=answer.by_token,

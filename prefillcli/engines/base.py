@@ -38,7 +38,7 @@ class Readings:
 
     `hidden` is the residual stream, float32 [rows, hidden]. `logits` are the labels' logits when the model's own norm
     and head read it, float64 [rows, labels], with the variants of a label summed in probability; `before` are those of
-    the layer's input.
+    the layer's input. Both are NaN for a rule that does not look at them.
     """
 
     hidden: npt.NDArray[np.float32]
@@ -58,6 +58,10 @@ class LeavingRule(Protocol):
     def layers(self) -> tuple[int, ...]:
         """The layers after which prompts may leave, ascending."""
 
+    @property
+    def reads_logits(self) -> bool:
+        """Return whether it looks at the labels' logits beside the hidden states."""
+
     def peeks(self, layer: int) -> bool:
         """Return whether only the prompts' last tokens go through the layer before the decision."""
 
@@ -72,7 +76,7 @@ class LeavingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EarlyExits:
-    """The layers before the last one after which prompts are read.
+    """The layers after which prompts are read.
 
     Prompts with a rule leave after its layers once they are decided. Those `in_full` go on to the end all the same,
     and their answers hold the early answers too. Without `rules` all prompts go on, and their answers hold the

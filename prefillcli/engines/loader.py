@@ -21,6 +21,7 @@ from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity, keep_blocks
 from prefillcli.walk.attention import KERNEL, ruled_out, why_no_library
 from prefillcli.walk.fusion import check_compiler, compiled
+from prefillcli.walk.narrow import in_smaller_numbers
 from prefillcli.walk.walk import FASTEST, LayerWalk
 
 
@@ -50,16 +51,19 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     own_cache = rehearsal_of(model).own_cache
     if own_cache and arithmetic.no_own_cache:
         raise UsageError(arithmetic.no_own_cache)
-    on_host = hidden_on_host(layers, device, streamed=source is not None)
+    if opened.narrow is not None:
+        arithmetic = in_smaller_numbers(model, opened.narrow)
+    streamed = source if weights.mode == "stream" else None
+    on_host = hidden_on_host(layers, device, streamed=streamed is not None)
     free = None
     if not own.memory:
-        free = int(available_memory(device) * request.share) - (0 if source is None else source.memory_bytes)
+        free = int(available_memory(device) * request.share) - (0 if streamed is None else streamed.memory_bytes)
     budget = budget_of(own, free)
     if device.type == "cpu":
         keep_blocks(budget)
         if request.share == 1.0:  # not by each of several workers
             _tell_missing_compiler()
-    speed = None if source is None else source.measure_speed()
+    speed = None if streamed is None else streamed.measure_speed()
     plan = dict(request.before)
     if not request.planned:
         packs = plan_packs(
@@ -106,7 +110,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
         weights=WeightsReport(
             mode=weights.mode,
             bytes=weights.bytes,
-            memory_bytes=weights.bytes if source is None else source.resident_bytes + source.memory_bytes,
+            memory_bytes=weights.bytes if streamed is None else streamed.resident_bytes + streamed.memory_bytes,
             weights_over_memory=weights.bytes / device_capacity(device),
             own_cache=own_cache,
             quantisation=None if quantisation is None else quantisation.describe(files.dtype),

@@ -112,9 +112,7 @@ class TorchEngine(Engine):
         shorter = self._shorter(pack, labels, tick, treatment)
         asked, (pack, places) = len(pack.tokens), with_labels(pack, labels)
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
-        exits, done = None, LayersDone.none(pack)
-        if treatment.exits is not None and pack.reads:
-            exits = PromptExits(self.walk, pack, labels, treatment.exits)
+        done, exits = LayersDone.none(pack), self._exits(pack, labels, treatment)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
         kind = PointerReading if self._activation == "pointer" else PackReading
@@ -137,6 +135,17 @@ class TorchEngine(Engine):
         if thinning is not None:
             answers = [replace(each, thinned=thinning.found.get(each.prompt)) for each in answers]
         return answers
+
+    def _exits(
+        self, pack: Pack, labels: Callable[[int], LabelSet], treatment: Treatment
+    ) -> PromptExits | None:
+        # What lets prompts of a pack leave: the treatment, and heads that answer after a layer.
+        found = {prompt: labels(prompt).head for _, prompts in pack.reads for prompt in prompts}
+        heads = {prompt: head for prompt, head in found.items() if head is not None}
+        if not pack.reads or (treatment.exits is None and not heads):
+            return None
+        given = treatment.exits or EarlyExits()
+        return PromptExits(self.walk, pack, labels, replace(given, rules={**given.rules, **heads}) if heads else given)
 
     def _shorter(
         self, pack: Pack, labels: Callable[[int], LabelSet], tick: Callable[[float], None], treatment: Treatment
@@ -415,7 +424,9 @@ class PromptExits:
             return reads  # those that are decided go on for the audit, or with others
         self.first_asked = self.first_asked or (layer, time.monotonic())
         for (rule, _), prompts in asked.items():
-            readings = self._read([row for row, _ in prompts], [prompt for _, prompt in prompts], before, after)
+            own = [prompt for _, prompt in prompts]
+            logits = rule is None or rule.reads_logits
+            readings = self._read([row for row, _ in prompts], own, before, after, logits=logits)
             if rule is None:
                 for number, (_, prompt) in enumerate(prompts):
                     self.readings[prompt].append(readings.row(number))
@@ -433,19 +444,21 @@ class PromptExits:
         """Return whether a prompt has left, and goes no further."""
         return prompt in self.early and prompt not in self._exits.in_full
 
-    def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:
+    def _read(
+        self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor, *, logits: bool
+    ) -> Readings:
         # The readings of some prompts, whose last tokens are these rows of both tensors.
         hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
         sets = [self._labels(prompt) for prompt in prompts]
-        own = [each.first for each in sets]
-        logits = np.empty((2, len(prompts), len(sets[0].spellings)))
+        found = np.full((2, len(prompts), len(sets[0].spellings)), np.nan)
+        own = [each.first for each in sets] if logits else []
         for tokens in dict.fromkeys(own):
             at = [number for number, each in enumerate(own) if each == tokens]
             picked = torch.as_tensor([rows[number] for number in at], device=after.device)
             for side, states in enumerate((after, before)):
-                found = label_logits(self._walk.label_logits(states[picked], output_numbers(tokens)), tokens)
-                logits[side, at] = [sets[number].ruled(each) for number, each in zip(at, found, strict=True)]
-        return Readings(hidden, logits[0], logits[1])
+                read = label_logits(self._walk.label_logits(states[picked], output_numbers(tokens)), tokens)
+                found[side, at] = [sets[number].ruled(each) for number, each in zip(at, read, strict=True)]
+        return Readings(hidden, found[0], found[1])
 
 
 class JobTexts:

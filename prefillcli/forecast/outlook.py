@@ -86,7 +86,7 @@ def _is_counted(small: Small) -> bool:
 
 def _costs(found: ExitOutlook, inputs: Inputs, tokens: int) -> str:
     opened, settings = inputs.opened, inputs.settings
-    names = [name for name in settings.exits.chain if name != WORDS]
+    names = [name for name in first_readers(settings) if name != WORDS]
     try:
         whole = prefill_flops(opened.files.config.get_text_config(), tokens).total
         for name, each in zip(names, opened.small, strict=True):

@@ -474,7 +474,7 @@ def check_calibration(settings: JobSettings) -> None:
     """
     typed = [label.name for label in parse_labels(settings.answers.labels, least=1)]
     if settings.probabilities.calibration is not None:
-        own = settings.lm.head != "vocabulary" and not settings.answers.labels_given and _may_classify(settings)
+        own = settings.lm.model_head != "vocabulary" and not settings.answers.labels_given and _may_classify(settings)
         several = settings.asking.questions is not None
         read_calibrations(settings.probabilities.calibration, None if own or several else {"": typed})
 
@@ -482,8 +482,8 @@ def check_calibration(settings: JobSettings) -> None:
 def _may_classify(settings: JobSettings) -> bool:
     # Whether a model may have a classification head, as far as that is known before it is opened.
     folder = Path(settings.lm.model or sample_model()).expanduser()
-    if settings.lm.head != "auto" or not folder.is_dir():
-        return settings.lm.head != "auto" or not folder.exists()  # a name on the hub
+    if settings.lm.model_head != "auto" or not folder.is_dir():
+        return settings.lm.model_head != "auto" or not folder.exists()  # a name on the hub
     config = folder / "config.json"
     return config.is_file() and names_classifier(read_json(config))
 

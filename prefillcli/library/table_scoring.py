@@ -37,6 +37,7 @@ from prefillcli.scoring.opening import (
     tell_way,
     use_models,
     with_common_prompts,
+    with_heads,
 )
 from prefillcli.scoring.recorder import FirstWindow
 from prefillcli.scoring.scorer import load_here, make_scorer, score
@@ -60,6 +61,7 @@ class TableScorer:
         rows = rows_of(settings, self._parts, cast("Source", TableRows(pa.table({}))))
         opened = open_models(settings)
         labels, schema = answers_of(rows, self._parts, opened)
+        opened = with_heads(self._parts, opened, labels)
         builder = rows.make_builder(opened, labels, ())
         builder.close()  # a wrong template costs no load
         self._inputs = Inputs(rows, opened, labels, schema, builder)

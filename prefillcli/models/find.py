@@ -47,6 +47,8 @@ class ModelFiles:
     `dtype` is the one that it computes in. Where that is neither the saved nor the requested one, `dtype_why` gives
     the reason.
 
+    Of its layers the first `read_layers` are read, where those above are not needed; None: all.
+
     `path` is its directory. For a model in GGUF format, this is a directory with configuration and tokenizer that
     prefill keeps of it.
     """
@@ -60,6 +62,7 @@ class ModelFiles:
     head: ClassHead | None = None
     quantised: Mapping[str, Any] | None = None
     dtype_why: str | None = None
+    read_layers: int | None = None
 
     @property
     def origin(self) -> Path:

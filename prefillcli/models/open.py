@@ -22,6 +22,7 @@ from prefillcli.models.files import (
     sample_model,
 )
 from prefillcli.options.groups import LabelOptions, ModelOptions, WorkerOptions
+from prefillcli.options.requirements import first_readers
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.labels import ClassLabels, Labels, parse_labels
 from prefillcli.prompts.questions import Question, typed
@@ -92,6 +93,8 @@ class Opened:
     variants: Variants | None = None
     layout: Layout | None = None
     """That of a model which was trained for typed decisions, unless it is asked like any other."""
+    narrow: Literal["int8", "fp8"] | None = None
+    """The low precision in which the model itself computes."""
     temperatures: Mapping[str, float] = field(default_factory=dict)
     """By type of question those of a model without a layout of its own, by which its answers are divided."""
 
@@ -165,7 +168,7 @@ def open_model(lm: ModelOptions) -> tuple[ModelFiles, torch.device]:
     Raises UsageError or ResourceError.
     """
     path, reader = _find_chosen(lm), _reader(lm, WorkerOptions())
-    return reader.read(path, lm.head), reader.device
+    return reader.read(path, lm.model_head), reader.device
 
 
 def _reader(lm: ModelOptions, processes: WorkerOptions, dtypes: Sequence[str] = ()) -> ModelReader:
@@ -228,10 +231,11 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     for folder in found if option != "draft" else ():  # whose answers are not read
         require_layout(folder, f"--{option}", lm.layout, path)
     reader, threads = _reader(lm, settings.processes, dtypes), Threads(lm.threads)
-    narrow = settings.exits.narrow
+    narrow = settings.exits.narrow if first_readers(settings) else None
     clock.step("opening the model")
-    streams = narrow is None and _may_stream(settings)
-    files = reader.read(path, lm.head, copies=1 if narrow is None else _NARROW_COPIES, streams=streams)
+    numbers = narrow or settings.narrow_walk
+    streams = numbers is None and _may_stream(settings)
+    files = reader.read(path, lm.model_head, copies=1 if numbers is None else _NARROW_COPIES, streams=streams)
     device = reader.device
     tokenizer = _load_tokenizer(files, lm.trust_remote_code)
     layout = None if lm.layout == "generic" else read_layout(path, tokenizer)
@@ -254,7 +258,9 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
-    opened = Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
+    opened = Opened(
+        files, device, tokenizer, tuple(small), files.max_length, threads, narrow=settings.narrow_walk
+    )
     if lm.layout == "generic":
         return opened
     if layout is not None:

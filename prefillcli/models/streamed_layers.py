@@ -479,6 +479,7 @@ def plan_streamed(
     """
     sizes, scratch = layer_bytes(opened.files, opened.device), 0
     streamable = opened.files.part_of is None and opened.variants is None and opened.device.type in _STREAMED_TO
+    streamable = streamable and opened.narrow is None  # whose weights are made once
     packed = opened.files.gguf is not None
     if opened.files.gguf is not None and opened.device.type == "cpu":
         sizes[None] = opened.files.gguf.bytes_around(opened.files.dtype)
@@ -551,10 +552,11 @@ def load_streamed(
         except KeyError:
             model, placement = _load_around_layers(files, device, "eager", trust_remote_code)
     model, layers = _moved(model, placement, device)
+    read = placement.layers[: files.read_layers]
     packed = _keep_ends_packed(files, model, placement.packed)
     around = packed + sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
-    sizes = [_lay_out(parts, device)[1] for parts in placement.layers]
-    scratch = scratch_bytes(placement.layers)
+    sizes = [_lay_out(parts, device)[1] for parts in read]
+    scratch = scratch_bytes(read)
     around += scratch
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
     memory = memory if firm else max(memory, least)
@@ -567,20 +569,45 @@ def load_streamed(
             f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
         )
     per_token = getattr(files.config, "num_experts_per_tok", None) or 0
-    source = StreamedLayers(
-        list(layers),
-        placement.layers,
-        device,
-        room=memory - around,
-        resident_bytes=around - scratch,
-        experts_per_token=per_token,
-    )
+
+    def source_of(count: int | None) -> StreamedLayers:
+        return StreamedLayers(
+            list(layers)[:count],
+            placement.layers[:count],
+            device,
+            room=memory - around,
+            resident_bytes=around - scratch,
+            experts_per_token=per_token,
+        )
+
+    whole = source_of(None)  # of which nothing is read where the family is known
     try:
-        prove_model(model, files, source, tolerance=rehearsal_tolerance(files, device))
+        prove_model(model, files, whole, tolerance=rehearsal_tolerance(files, device))
     except BaseException:
-        source.close()
+        whole.close()
         raise
-    return model, source
+    if files.read_layers is None:
+        return model, whole
+    whole.close()
+    return model, source_of(files.read_layers)
+
+
+def load_lower(
+    files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, LayerSource]:
+    """Load the layers of a model that are read (`ModelFiles.read_layers`) and what is around them; those above stay
+    without weights. They are read layer by layer, and stay on the device. Raises as `load_streamed`."""
+    model, source = load_streamed(files, device, memory=0, firm=False, trust_remote_code=trust_remote_code)
+    lower = list(decoder_layers(model).layers)[: files.read_layers]
+    try:
+        for index, layer in enumerate(lower):
+            with source.use(index):
+                tensors = {name: each.detach().clone() for name, each in layer.state_dict().items()}
+            for name, tensor in tensors.items():
+                _exchange(layer, name, tensor)
+    finally:
+        source.close()
+    return model, LayerSource(lower)
 
 
 def _moved(

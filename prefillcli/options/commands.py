@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
@@ -49,6 +49,7 @@ from prefillcli.options.judging import (
 )
 from prefillcli.options.option import (
     BENCH,
+    FIT,
     INPUT,
     MODEL,
     OUTPUT,
@@ -70,6 +71,7 @@ from prefillcli.options.reading import (
     ExitOptions,
     ExitProfileOptions,
     FlipOptions,
+    HeadOptions,
     RateOptions,
     RatesOptions,
 )
@@ -99,6 +101,7 @@ class ScoreSettings(JobSettings):
     probabilities: ProbabilityOptions
     exits: ExitOptions
     flips: FlipOptions
+    heads: HeadOptions
     estimate: EstimateOptions
     truth: TruthOptions
     evaluation: EvaluationOptions
@@ -234,6 +237,7 @@ class InspectSettings(JobSettings):
     layers: LayerOptions
     rationales: WritingOptions
     exit_profile: ExitProfileOptions
+    heads: HeadOptions
     requests: RequestOptions
     adapters: AdapterOptions
     asking: AskOptions
@@ -491,6 +495,56 @@ class MergeSettings(Settings):
         return True
 
 
+class HeadFitOptions(Options):
+    """How heads are fitted, and where they go."""
+
+    output: str | None = option(
+        None,
+        "Where the heads go. (default: fitted.head, or the file of --add)",
+        OUTPUT, level="first", changes="files", short="-o", metavar="PATH", path="head",
+    )  # fmt: skip
+    add: str | None = option(
+        None,
+        "Heads of an earlier fit: the rows of INPUT are added to theirs, and all are solved again. The earlier rows "
+        "are not read.",
+        FIT, level="first", changes="report", metavar="FILE", path="file", same_as="output",
+    )  # fmt: skip
+    compute: Literal["int8", "fp8"] | None = option(
+        None,
+        "Let the model compute in low precision; prefill score --head then does so, too. fp8 needs CUDA.",
+        FIT, changes="scores", metavar="int8|fp8",
+    )  # fmt: skip
+    keep_worse: bool = option(
+        False,
+        "Also write heads that are no better than the model's own answers or the commonest one.",
+        FIT, level="rare", changes="files",
+    )  # fmt: skip
+
+
+class FitSettings(JobSettings):
+    """All options of `prefill fit`."""
+
+    compression: RateOptions
+    layers: LayerOptions
+    adapters: AdapterOptions
+    asking: AskOptions
+    truth: TruthOptions
+    fitting: HeadFitOptions
+
+    @property
+    def narrow_walk(self) -> Literal["int8", "fp8"] | None:
+        return self.fitting.compute
+
+    def check(self) -> None:
+        super().check()
+        if self.lm.head_file is not None:
+            raise UsageError(f"--head {self.lm.head_file}: heads are fitted to the model itself\ngive --add to add rows")
+        if self.compression.keep == "auto":
+            raise UsageError("--keep auto is for a whole job: give a rate")
+        self.compression.check_rate()
+        refuse_combinations(self)
+
+
 class CalibrateSettings(Settings):
     """All options of `prefill calibrate`."""
 
@@ -516,4 +570,5 @@ COMMANDS: dict[str, type[Settings]] = {
     "merge": MergeSettings,
     "doctor": DoctorSettings,
     "calibrate": CalibrateSettings,
+    "fit": FitSettings,
 }

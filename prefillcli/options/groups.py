@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -225,6 +225,18 @@ class InputOptions(Options):
         return {"csv_separator": self.csv_separator, "csv_quoting": self.csv_quoting}
 
 
+_MODEL_HEADS = ("auto", "vocabulary", "probability", "value")
+
+
+def _check_head(name: str) -> str:
+    if name not in _MODEL_HEADS and not any(mark in name for mark in "./"):
+        raise ValueError(f"must be one of {', '.join(_MODEL_HEADS)}, or a file of prefill fit")
+    return name
+
+
+HeadName = Annotated[str, AfterValidator(_check_head)]
+
+
 class ModelOptions(Options):
     """The model, and the place where it runs."""
 
@@ -246,11 +258,11 @@ class ModelOptions(Options):
         "at that and memory allows.",
         MODEL, changes="scores",
     )  # fmt: skip
-    head: Literal["auto", "vocabulary", "probability", "value"] = option(
+    head: HeadName = option(
         "auto",
-        "What to read from the model: the next token (vocabulary), or the probabilities or raw values of its "
-        "classification or reward head. auto: as config.json says.",
-        MODEL, changes="scores",
+        "What to read from the model: the next token (vocabulary), the probabilities or raw values of its "
+        "classification or reward head, or a head of your own: a file of prefill fit. auto: as config.json says.",
+        MODEL, changes="scores", metavar="auto|vocabulary|probability|value|FILE", path="file",
     )  # fmt: skip
     layout: Literal["auto", "generic"] = option(
         "auto",
@@ -269,6 +281,16 @@ class ModelOptions(Options):
         "and any not used for 30 days; never one in use.",
         MODEL, level="rare", changes="speed", metavar="SIZE",
     )  # fmt: skip
+
+    @property
+    def head_file(self) -> str | None:
+        """The file of prefill fit whose heads answer; None where the model does."""
+        return None if self.head in _MODEL_HEADS else self.head
+
+    @property
+    def model_head(self) -> Literal["auto", "vocabulary", "probability", "value"]:
+        """What is read from the model's own files."""
+        return "auto" if self.head_file is not None else cast("Any", self.head)
 
 
 class PromptOptions(Options):

@@ -13,6 +13,7 @@ from prefillcli.options.option import (
     BENCH,
     COMPRESSION,
     EARLY_EXIT,
+    GATES,
     MODEL,
     OUTPUT,
     Options,
@@ -381,6 +382,31 @@ class ExitMethodOptions(Options):
         "Rows that these methods learn from; they are not compared. (default: as many as --max-flips takes, at "
         "most half of the rows)",
         BENCH, level="rare", changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
+    )  # fmt: skip
+
+
+HEAD = Requirement(lambda s: s.lm.head_file is not None, "needs --head FILE", "give --head FILE, made by prefill fit")
+
+
+class HeadOptions(Options):
+    """How the heads of `--head FILE` are taken."""
+
+    adapt: bool = option(
+        False,
+        "With --head FILE: take the mean and the scale of the features that heads read from rows of this job, "
+        "without right answers, where it asks or looks differently than the rows that the heads were fitted to.",
+        MODEL, changes="scores", requires=HEAD,
+    )  # fmt: skip
+    any_wording: bool = option(
+        False,
+        "Take heads that were fitted with other words around a row's text, or in another number format.",
+        MODEL, level="rare", changes="report", requires=HEAD,
+    )  # fmt: skip
+    max_shift: float | None = option(
+        None,
+        "Largest distance of the mean features that heads read from those of their fit, in standard deviations. "
+        "Above it the exit code is 3.",
+        GATES, level="rare", changes="report", metavar="DISTANCE", requires=HEAD, gt=0,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,12 @@ def compresses(settings: Any) -> bool:
 
 def leaves_early(settings: Any) -> bool:
     """Return whether these settings let rows be decided before the model's last layer."""
-    return bool(settings.exits.exit or settings.exits.chain)
+    return bool(settings.exits.exit or first_readers(settings))
+
+
+def first_readers(settings: Any) -> Sequence[str]:
+    """Return what reads rows before the model, in this order. With a head the model itself computes in --compute."""
+    return () if settings.lm.head_file is not None else tuple(settings.exits.chain)
 
 
 def asks_more(settings: Any) -> bool:
@@ -53,7 +58,7 @@ BOUNDED_FLIPS = Requirement(
     "give one of them",
 )
 AUDITABLE = Requirement(
-    lambda s: compresses(s) or leaves_early(s),
+    lambda s: compresses(s) or leaves_early(s) or s.lm.head_file is not None,
     "has no effect where all rows are read in full",
     "give --draft and --keep, --exit or --first",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prefillcli.errors import UsageError
 from prefillcli.options.asking import (
     AskOptions,
@@ -43,6 +45,7 @@ from prefillcli.options.reading import (
     EarlierOptions,
     ExitOptions,
     FlipOptions,
+    HeadOptions,
 )
 
 
@@ -81,6 +84,7 @@ class JobSettings(ModelSettings):
     chosen: ChosenOptions = absent(ChosenOptions)
     exits: ExitOptions = absent(ExitOptions)
     flips: FlipOptions = absent(FlipOptions)
+    heads: HeadOptions = absent(HeadOptions)
     earlier: EarlierOptions = absent(EarlierOptions)
     probabilities: ProbabilityOptions = absent(ProbabilityOptions)
     truth: TruthOptions = absent(TruthOptions)
@@ -93,6 +97,11 @@ class JobSettings(ModelSettings):
     prediction: PredictionOptions = absent(PredictionOptions)
     processes: WorkerOptions = absent(WorkerOptions)
     log: LogOptions = absent(LogOptions)
+
+    @property
+    def narrow_walk(self) -> Literal["int8", "fp8"] | None:
+        """The low precision in which the model itself computes, because a head was fitted to it so."""
+        return None if self.lm.head_file is None else self.exits.narrow
 
     @property
     def finishes(self) -> bool:

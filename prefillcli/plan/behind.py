@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,25 @@ FloatArray = npt.NDArray[np.float64]
 Rule = Literal["sum", "best", "alone", "rating"]
 
 
+class AnsweringHead(Protocol):
+    """What answers a question by a hidden state of the model; a `prefillcli.engines.base.LeavingRule`. It can be
+    pickled."""
+
+    @property
+    def digest(self) -> str:
+        """Return what distinguishes it from others."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Return the one layer that it reads."""
+
+    @property
+    def reads_logits(self) -> bool: ...
+    def peeks(self, layer: int) -> bool: ...
+    def decide(self, layer: int, readings: Any) -> tuple[npt.NDArray[np.bool_], FloatArray]: ...
+    def guess(self, layer: int, readings: Any) -> tuple[FloatArray, Sequence[float]]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class LabelSet:
     """The token sequences of each label after a prompt. It can be pickled, and equal ones are equal keys.
@@ -39,7 +58,8 @@ class LabelSet:
     `texts` are the labels of a row that has its own. With `likeliest` there are no labels: as many of the vocabulary's
     likeliest tokens are read. With `pointers` the one sequence is the end of the prompt, and one token more. Each
     label is read after this many of its tokens, by a head that compares that place with the prompt's end. `weights`
-    say how a question's options follow from the labels (`stats.labels.read_out`).
+    say how a question's options follow from the labels (`stats.labels.read_out`). With a `head` the
+    labels' numbers are that head's.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
@@ -52,6 +72,7 @@ class LabelSet:
     pointers: tuple[int, ...] = ()
     rule: Rule = "sum"
     weights: tuple[tuple[float, ...], ...] = ()
+    head: AnsweringHead | None = None
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -81,13 +102,19 @@ class LabelSet:
     def _rest(self) -> tuple[object, ...]:
         rule = self.rule if self.rule != "sum" else None
         every = (self.text_bytes, self.texts, self.likeliest, self.pointers, rule, self.weights)
-        own = [each for each in every if each]
+        own = [each for each in every if each] + ([] if self.head is None else [self.head.digest])
         return (self.by_token, self.sizes, *own)
 
     def pointed(self, tokens: TokenArray, pointers: Sequence[int]) -> LabelSet:
         """The same labels, read after these numbers of `tokens`, the end of a prompt."""
         sequence = np.append(tokens, np.int32(0))  # the last one is not computed
         return replace(self, spellings=((sequence,),), pointers=tuple(pointers))
+
+    def answered_by(self, head: AnsweringHead, answers: int | None) -> LabelSet:
+        """The labels of a question that a head answers. Without the number of its `answers` they can also be read after
+        the prompt, where the model answers too."""
+        own = self if answers is None else LabelSet.of([[number] for number in range(answers)])
+        return replace(own, head=head)
 
     def with_texts(self, texts: Sequence[str]) -> LabelSet:
         """The same with the texts of the labels."""

@@ -146,13 +146,18 @@ class PromptBuilder:
     def fingerprint(self) -> str:
         """Digest of everything here that changes a prompt, the text of the template included."""
         settings = self.settings
-        parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
-        parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
+        parts = [self.column, settings.max_length, settings.on_long, self.max_row_bytes, settings.empty_text]
+        return hashlib.sha256(json.dumps([*parts, *self.words()]).encode()).hexdigest()
+
+    def words(self) -> list[Any]:
+        """Return everything that stands around a row's own text in its prompt, for JSON."""
+        settings = self.settings
+        parts: list[Any] = [self.template and self.template.text, self.chat, settings.system, settings.literal]
         parts += [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
-        parts += [settings.empty_text, self._instructions.text if self._instructions else None]
+        parts += [self._instructions.text if self._instructions else None]
         if settings.laid_out is not None:
             parts += [settings.laid_out.layout.to_json(), settings.laid_out.values]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return parts
 
     def _chat_identity(self) -> list[Any]:
         # What makes chats other ones than the chat template by itself.

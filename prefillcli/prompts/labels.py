@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from prefillcli.errors import UsageError, counted
-from prefillcli.plan.behind import LabelSet, LabelTokens
+from prefillcli.plan.behind import AnsweringHead, LabelSet, LabelTokens
 from prefillcli.prompts.encoding import Controls, Encoder
 from prefillcli.prompts.lists import split_list
 from prefillcli.prompts.questions import Label, Question, Readout, typed
@@ -279,6 +279,8 @@ class Labels:
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
     each: tuple[Labels, ...] = ()  # of several questions, those after each prompt of a row
     question: Question  # whose answers they are
+    head: AnsweringHead | None = None  # what answers it instead of the model's next token
+    audited: bool = False  # whether the model answers too
     fault = ErrorCode.INVALID_LABELS  # the error of a row whose answers the model has no tokens for
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 
@@ -370,7 +372,10 @@ class Labels:
     def _shared(self, found: Following | LabelError) -> Following | LabelError:
         if isinstance(found, LabelError):
             return found
-        return found._replace(labels=self._known.setdefault(found.labels, found.labels))
+        own = found.labels
+        if self.head is not None:
+            own = own.answered_by(self.head, None if self.audited else len(self.labels))
+        return found._replace(labels=self._known.setdefault(own, own))
 
     def _behind(self, asked: Sequence[tuple[PromptEnd, Readout]]) -> list[Following | LabelError]:
         # The labels after the end of each prompt.

@@ -2,7 +2,8 @@
 
 The column `method` shows how a row's prompt was read, and whether it left before the last layer. A method is
 `full`, that of a picker (`specprefill`, ...), or `fallback:` and a reason. A row that left early has `early-exit`
-instead of `full`, and `+early-exit` after any other method: a picker's row stays one of that picker.
+instead of `full`, and `+early-exit` after any other method: a picker's row stays one of that picker. So does `head`,
+where a head of the user has answered.
 """
 
 from __future__ import annotations
@@ -318,9 +319,19 @@ def early_exit_method(reading: str, layer: int) -> str:
     return EARLY_EXIT if reading == FULL else reading + _LEFT
 
 
+# The method of rows that a head of the user has answered.
+HEAD = "head"
+_BY_HEAD = f"+{HEAD}"
+
+
+def head_method(reading: str) -> str:
+    """Return the method of a row that a head has answered, and whose prompt was read by `reading`."""
+    return HEAD if reading == FULL else reading + _BY_HEAD
+
+
 def reading_method(method: str) -> str:
-    """Return how a row's prompt was read, whether or not the row left early."""
-    return FULL if method == EARLY_EXIT else method.removesuffix(_LEFT)
+    """Return how a row's prompt was read, whether or not the row left early, and whoever answered."""
+    return FULL if method in (EARLY_EXIT, HEAD) else method.removesuffix(_LEFT).removesuffix(_BY_HEAD)
 
 
 # The beginning of the method of a prompt that was read in full instead of compressed; a reason follows.

@@ -37,6 +37,7 @@ from prefillcli.options.settings import JobSettings
 from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.earlier import Earlier
 from prefillcli.reading.exits.exits import Exits
+from prefillcli.reading.heads.heads import Heads
 from prefillcli.rows.output.columns import Group, Probabilities
 from prefillcli.rows.output.schema import OutputSchema
 
@@ -50,6 +51,7 @@ class Parts:
     earlier: Earlier | None = None
     compression: Compress | None = None
     exits: Exits | None = None
+    heads: Heads | None = None
     calibration: Calibrating | None = None
     estimate: Estimating | None = None
     evaluation: Evaluating | None = None
@@ -97,8 +99,10 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     read_as = [] if compression is None else compression.read_as()
     more = RationaleFollowUp(settings.rationales, settings.chosen) if asks_more(settings) else None
     follow_ups = _follow_ups(settings, asking, more, plain=not compression)
+    head = settings.lm.head_file
+    heads = None if head is None else Heads(settings, head, read_as)
     if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
-        return Parts(asking, gates.Gates(settings.gates), compression=compression, follow_ups=follow_ups)
+        return Parts(asking, gates.Gates(settings.gates), compression=compression, heads=heads, follow_ups=follow_ups)
     leaving = Exits(settings.exits, settings.flips, read_as) if leaves_early(settings) else None
     taken = Earlier(settings.earlier, settings.files)
     check_calibration(settings)
@@ -115,7 +119,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     judges: tuple[Judge | None, ...] = (
         LikelihoodJudge() if settings.likelihood.target_column is not None else None,
         QuestionJudge(asking.named) if isinstance(asking, QuestionAsking) else None,
-        *(more, taken, probabilities, compression, leaving, shares),
+        *(more, taken, probabilities, compression, leaving, heads, shares),
         judged,
         rejects,
         reviewing,
@@ -127,6 +131,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
         earlier=taken,
         compression=compression,
         exits=leaving,
+        heads=heads,
         calibration=probabilities,
         estimate=shares,
         evaluation=judged,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +14,7 @@ from prefillcli.engines.memory_plan import Measured
 from prefillcli.followup.rationale import let_draft_guess, text_room
 from prefillcli.models.open import Opened, Small
 from prefillcli.options.groups import LayerOptions
-from prefillcli.options.requirements import compresses
+from prefillcli.options.requirements import compresses, first_readers
 from prefillcli.options.settings import JobSettings
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def load_models(
         from prefillcli.reading.compress.load import load_draft
 
         models.add("draft", load_draft(models))
-    if settings.exits.chain:
+    if first_readers(settings):
         from prefillcli.reading.exits.first import load_first
 
         models.add("first", load_first(models))
@@ -83,10 +84,13 @@ def load_models(
     return models
 
 
-def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
-    """Open the models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
-    `Loader`, and UsageError for adapters that do not fit."""
+def open_models(settings: JobSettings, dtypes: Sequence[str] = (), read_layers: int | None = None) -> Opened:
+    """Open the models of these settings, with their adapters. `dtypes` are those that are chosen already, and
+    `read_layers` the layers of the model that are read (None: all). Raises as `Loader`, and UsageError for adapters that
+    do not fit."""
     opened, own = loader_of(settings.engine.engine).open_models(settings, dtypes), settings.adapters
+    if read_layers is not None:
+        opened = replace(opened, files=replace(opened.files, read_layers=read_layers))
     if not own.adapter:
         return opened
     from prefillcli.models.adapters import open_adapters

@@ -131,6 +131,7 @@ def open_inputs(rows: OpenRows, parts: Parts, dtypes: Sequence[str] = ()) -> Inp
 def use_models(rows: OpenRows, parts: Parts, opened: Opened, labels: Labels | None = None) -> Inputs:
     """Read the rows by models that are open, with their `labels` if these are known already. Raises UsageError."""
     labels, schema = answers_of(rows, parts, opened, labels)
+    opened = with_heads(parts, opened, labels)
     builder = rows.make_builder(opened, labels, rows.source.available, rows.template)
     rows.select(rows.source, builder)
     tell_way(rows.settings, builder)
@@ -138,6 +139,12 @@ def use_models(rows: OpenRows, parts: Parts, opened: Opened, labels: Labels | No
     if checks_outputs(rows.settings):
         parts.condition(schema)  # raises UsageError for columns that the output lacks
     return inputs
+
+
+def with_heads(parts: Parts, opened: Opened, labels: Labels) -> Opened:
+    """Let the heads of a job answer the questions with these labels, if it has some; return the model as far as it is
+    read then. Raises UsageError."""
+    return opened if parts.heads is None else parts.heads.take(opened, labels)
 
 
 def answers_of(
@@ -192,7 +199,8 @@ def open_without_rows(settings: JobSettings) -> tuple[Opened, Labels]:
     local_models(settings)
     clock.step("starting torch and transformers")
     opened = open_models(settings)
-    return opened, labels_of(settings, parts, opened)
+    labels = labels_of(settings, parts, opened)
+    return with_heads(parts, opened, labels), labels
 
 
 def with_common_prompts(inputs: Inputs) -> Inputs:

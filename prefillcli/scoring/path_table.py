@@ -87,6 +87,7 @@ SIDE_FILES = {
         "written by prefill calibrate",
         lambda path, start: any(knows(path, start) for knows in _CALIBRATIONS),
     ),
+    "head": SideFile("written by prefill fit", lambda path, start: b'"prefill head"' in start),
     "exits": SideFile("an exit profile", json_with("flips_of", "questions")),
     "rejects": SideFile("rejects of an earlier run", is_rejects),
     "review": SideFile("an earlier run's rows to review without anybody's right answers", is_review),

@@ -176,6 +176,8 @@ def _identify(inputs: Inputs, parts: Parts, models: LocalModels, report: RunRepo
         parts.review.require_fitting(found)
     if parts.exits is not None:
         parts.exits.require_same_job(inputs, found)
+    if parts.heads is not None:
+        parts.heads.require_fitting(inputs, found)
 
 
 def _open_sink(inputs: Inputs, digests: Mapping[str, str], output: str) -> Sink:

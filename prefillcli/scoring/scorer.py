@@ -30,7 +30,7 @@ def make_scorer(inputs: Inputs, parts: Parts, models: LoadedModels, ledger: Ledg
     """Make a scorer of these inputs, which reads prompts as the parts define. By default its ledger is the models'
     own, and ends with the process. Raises NotImplementedError for a reading that neither it nor the loop asks."""
     for each in parts.readings:
-        if each not in (parts.compression, parts.exits):
+        if each not in (parts.compression, parts.exits, parts.heads):
             raise NotImplementedError(
                 f"{type(each).__name__}: nothing asks it how prompts are read, so they would be read in full\n"
                 "call it in make_scorer, or in the loop over windows"

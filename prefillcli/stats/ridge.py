@@ -14,11 +14,12 @@ STRENGTHS: Final = tuple(10.0**power for power in np.arange(-7, 1.1, 0.5))
 
 class Ridge(NamedTuple):
     """A fitted map of points: `points @ weights + bias`. `held_out` [rows, targets] has the prediction for each row
-    by the fit to all others."""
+    by the fit to all others. `strength` is that of the penalty, as scikit-learn's `alpha`."""
 
     weights: Float64Array
     bias: Float64Array
     held_out: Float64Array
+    strength: float
 
 
 def ridge(points: Float64Array, target: Float64Array) -> Ridge:
@@ -31,4 +32,4 @@ def ridge(points: Float64Array, target: Float64Array) -> Ridge:
     strengths = np.array(STRENGTHS) * (float(points.var(axis=0).sum()) * len(points) or 1.0)
     fitted = RidgeCV(strengths, scoring="neg_mean_squared_error", store_cv_results=True).fit(points, target)
     held_out = fitted.cv_results_[..., int(np.flatnonzero(strengths == fitted.alpha_)[0])]
-    return Ridge(fitted.coef_.T, fitted.intercept_, held_out)
+    return Ridge(fitted.coef_.T, fitted.intercept_, held_out, float(fitted.alpha_))

@@ -138,6 +138,8 @@ def narrow_product(linear: nn.Linear, kind: Narrow) -> Callable[[Tensor], Tensor
 def _changes(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # packed numbers, or something else
         return False
+    if module.weight.is_meta:  # of a layer that is not read
+        return False
     outputs, inputs = module.weight.shape
     return min(outputs, inputs) >= LEAST and outputs % 16 == inputs % 16 == 0
 

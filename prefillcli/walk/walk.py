@@ -82,8 +82,8 @@ class LayerWalk:
 
     `model` must be in eval mode and have the forest attention (`prefillcli.walk.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay unchanged; while the walk exists, stand-ins
-    take their places. The layers that are called come from `layers`, by default the model's. One call of a layer
-    computes `chunk_tokens`. With `offload_held` the K,V that later packs hold are kept in host memory, with
+    take their places. The layers that are called come from `layers`, by default the model's. These may be the lower ones
+    alone: then nothing is asked of the head. One call of a layer computes `chunk_tokens`. With `offload_held` the K,V that later packs hold are kept in host memory, with
     `hidden_on_host` the residual stream.
     """
 
@@ -103,7 +103,7 @@ class LayerWalk:
         self.device = self._ends.device
         self._cut = arithmetic.cutter(self._ends.layers, self.device)
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
-        self._held = HeldParts(len(self._ends.layers), self.device, offload=offload_held)
+        self._held = HeldParts(len(self.layers), self.device, offload=offload_held)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
         self.windows: set[KeyWindow] = set()  # that layers have asked for so far
 
@@ -139,12 +139,16 @@ class LayerWalk:
         if kept is not None:
             self.check_decoding()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # the nodes that another plan has left
-        state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
+        state, hidden, whole = self.begin(pack, done, keep_ends=kept is not None), None, False
         with ForestAttention(pack.held_tokens + len(pack.tokens), attend=self.arithmetic.attend) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
                 self._held.put_nodes(index, state, attention)
-                if index == len(self.layers) - 1 and state.reads and not state.reads_all:
-                    hidden = self.read_last(state, layer, attention)
+                if index == len(self.layers) - 1 and state.reads:
+                    whole = state.reads_all
+                    if exits is not None and index in exits.layers:
+                        self._leave_last(index, state, layer, attention, exits)
+                    if state.reads and not whole:
+                        hidden = self.read_last(state, layer, attention)
                 if kept is not None:
                     kept.take(index, state, attention)
             self.windows |= attention.windows
@@ -152,7 +156,7 @@ class LayerWalk:
             self._held.drop_others(pack.keep)
         if hidden is not None:
             yield from self.logits(hidden)
-        elif state.reads_all and state.reads:
+        elif whole and state.reads:
             # Many tokens are read: their rows are not all copied at a time.
             at = torch.as_tensor(state.read_tokens)
             for start, end in split_evenly(len(at), HEAD_ROWS):
@@ -301,6 +305,7 @@ class LayerWalk:
             tokens = state.read_tokens if index < 0 else state.last_tokens
             return self._residual.pick(state.hidden, torch.as_tensor(tokens))
         tokens = state.read_tokens if index < 0 else state.last_tokens
+        own = index if index >= 0 else len(self.layers) - 1
         in_order = np.argsort(tokens, kind="stable")  # neighbours have one ancestor
         rows = []
         for start, end in split_evenly(len(tokens), self.chunk_tokens):
@@ -309,7 +314,7 @@ class LayerWalk:
             recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
             lend_shared(recording.calls, state.calls[0], len(at))
             attention.last_tokens(last)
-            rows.append(self.call(layer, self._residual.pick(state.hidden, at), recording.calls[index], attention))
+            rows.append(self.call(layer, self._residual.pick(state.hidden, at), recording.calls[own], attention))
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
     def record(self, tokens: Tensor, positions: Int64Array) -> Recording:
@@ -410,9 +415,7 @@ class LayerWalk:
     ) -> None:
         # Ask the rule at layer `index` which reads go on. Take out the tokens that only the others needed, where that
         # pays. The reads have gone through `through` layers.
-        going = sorted(rule(index, state.reads, before, after))
-        if not set(going) <= set(state.reads):
-            raise ValueError("an exit rule lets reads go on that have left")
+        going = _going(rule, index, state.reads, before, after)
         if len(going) == len(state.reads):
             return
         at = [bisect_left(state.reads, read) for read in going]
@@ -426,9 +429,18 @@ class LayerWalk:
             self.regroup(state, left, attention)
             tick(gone * (1 - through / len(self.layers)))
         else:
-            pack = state.pack
-            behind = tuple(pack.behind_read(read) for read in at) if pack.behind else ()
-            state.pack = replace(pack, reads=[pack.reads[read] for read in at], behind=behind)
+            state.pack = _reading(state.pack, at)
+
+    def _leave_last(
+        self, index: int, state: WalkState, layer: nn.Module, attention: ForestAttention, rule: ExitRule
+    ) -> None:
+        # Ask the rule at the last layer, whose K,V are complete: nothing is left to save but the norm and the head.
+        before = after = self._at_last_tokens(state)
+        if not state.reads_all:
+            after = self.read_last(state, layer, attention, index)[0]
+        going = _going(rule, index, state.reads, before, after)
+        state.pack = _reading(state.pack, [bisect_left(state.reads, read) for read in going])
+        state.reads = going
 
     def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
         # The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments.
@@ -592,8 +604,8 @@ class ExitRule(Protocol):
 
     @property
     def layers(self) -> Collection[int]:
-        """The layers at which the rule is asked, counted from 0. The last one does not count: nothing is left to
-        save."""
+        """The layers at which the rule is asked, counted from 0. At the last one nothing is left to save but the
+        head."""
 
     @property
     def regroup_cost(self) -> float: ...
@@ -611,6 +623,19 @@ class ExitRule(Protocol):
         stream at their last tokens before and after the layer, [reads, hidden]. A read that is left out is decided:
         the rule does not see it again, and it gets no logits. A rule that returns all reads only looks on.
         """
+
+
+def _going(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+    going = sorted(rule(layer, reads, before, after))
+    if not set(going) <= set(reads):
+        raise ValueError("an exit rule lets reads go on that have left")
+    return going
+
+
+def _reading(pack: Pack, at: Sequence[int]) -> Pack:
+    # The same pack, of which only the reads at these places go on.
+    behind = tuple(pack.behind_read(read) for read in at) if pack.behind else ()
+    return replace(pack, reads=[pack.reads[read] for read in at], behind=behind)
 
 
 @dataclass(frozen=True, slots=True)

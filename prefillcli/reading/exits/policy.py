@@ -359,6 +359,8 @@ class ExitPolicy:
 
     exits: tuple[ExitLayer, ...]
 
+    reads_logits: ClassVar[bool] = True
+
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(each.layer for each in self.exits)

@@ -85,6 +85,7 @@ def start_pool(
         measured=profile,
         digests=digests if crew.digests_needed else {},
         dtypes=opened.dtypes,
+        read_layers=opened.files.read_layers,
     )
     pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
     try:

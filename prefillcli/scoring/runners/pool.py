@@ -39,7 +39,7 @@ class WorkerSpec:
     `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the free
     memory of its machine. `settled` is that of an earlier attempt, or of this one if it is `planned`: another worker
     has settled it. `digests` are those of the folders' contents, where the worker may be on another machine. The
-    driver has chosen the models' `dtypes`.
+    driver has chosen the models' `dtypes`, and how many layers of the model are read.
     """
 
     number: int
@@ -50,6 +50,7 @@ class WorkerSpec:
     measured: Measured | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     dtypes: Sequence[str] = ()
+    read_layers: int | None = None
 
     def log(self) -> AbstractContextManager[None]:
         """Send messages of the worker, inside the block, to the log of the job's run."""

@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         settings = spec.settings
         _require_contents(spec)
-        opened = open_models(settings, spec.dtypes)
+        opened = open_models(settings, spec.dtypes, spec.read_layers)
         self._threads = opened.threads
         self._models: Models[Engine] = load_models(
             opened,

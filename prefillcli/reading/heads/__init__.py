@@ -1,0 +1,1 @@
+"""Heads that users fit to right answers: they answer after a middle layer."""

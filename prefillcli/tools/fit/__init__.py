@@ -1,0 +1,1 @@
+"""`prefill fit`: rows with right answers become heads."""

@@ -1,0 +1,426 @@
+"""The job of `prefill fit`: rows with right answers -> hidden states at some layers -> heads, and their file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.request import Request, plan_requests, thinning_of
+from prefillcli.core.scorer import ModelScorer
+from prefillcli.engines.base import EarlyExits, Treatment
+from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
+from prefillcli.judging.truth import Mistakes, TruthPlan, is_blank
+from prefillcli.models.open import dtype_name
+from prefillcli.options.commands import FitSettings
+from prefillcli.options.judging import truth_by_question
+from prefillcli.prompts.labels import Labels
+from prefillcli.reading.exits.first import hashed_words
+from prefillcli.reading.heads.head import FittedHead, HeadFile, Quality, head_file_at
+from prefillcli.reading.heads.heads import model_of, wording_of
+from prefillcli.report.section import WIDTH, numbers_table, stderr_console
+from prefillcli.rows.output.store import write_sealed
+from prefillcli.rows.records import Prompt, Window
+from prefillcli.rows.values import to_python
+from prefillcli.runtime import log
+from prefillcli.runtime.clock import Progress, step
+from prefillcli.scoring.compose import Parts
+from prefillcli.scoring.identity import LocalModels, fingerprint
+from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
+from prefillcli.scoring.path_table import require_apart
+from prefillcli.scoring.scorer import load_here, make_scorer
+from prefillcli.scoring.shell import Ended, shell
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.tools.fit.solve import COMMONEST, OWN, WORDS, Rival, Solution, chance_of, quality, rivals, solve
+
+LEAST_ROWS = 30  # with a right answer, of a question
+LAYERS = 8  # at which hidden states are kept
+FIRST_LAYER = 0.3  # of the model's depth: below, hidden states know little of a text
+HEAD, BEFORE = "the head", "the head before"
+DEFAULT = "fitted.head"
+
+
+def observed_layers(depth: int) -> tuple[int, ...]:
+    """Return the layers whose hidden states are kept, counted from 0: some eight of a model with this depth."""
+    return tuple(sorted({max(round(share * depth), 1) - 1 for share in np.linspace(FIRST_LAYER, 1.0, LAYERS)}))
+
+
+class Lessons(NamedTuple):
+    """Rows of one question with right answers: hidden states [rows, hidden] by layer, counted from 1, the model's own
+    log-probabilities [rows, answers], hashed words [rows, numbers], right answers [rows] and digests of prompts
+    [rows]."""
+
+    hidden: dict[int, Any]
+    own: Float64Array
+    words: Any
+    truth: Int64Array
+    prompts: Int64Array
+
+
+@dataclass
+class Collected:
+    """Rows of one question, as they are read."""
+
+    plan: TruthPlan
+    hidden: list[list[Any]] = field(default_factory=list)
+    own: list[Float64Array] = field(default_factory=list)
+    words: list[Any] = field(default_factory=list)
+    truth: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)  # right answers that are none
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def lessons(self, layers: Sequence[int]) -> Lessons:
+        """Return the rows, with the hidden states of these layers, counted from 0."""
+        stacked = {layer + 1: np.stack([each[at] for each in self.hidden]) for at, layer in enumerate(layers)}
+        return Lessons(
+            stacked,
+            np.stack(self.own),
+            np.stack(self.words),
+            np.array(self.truth, np.int64),
+            np.array(self.prompts, np.int64),
+        )
+
+
+@dataclass
+class Fitted:
+    """A question's head, with the quality of it and its rivals on held-out rows, and whether it is better."""
+
+    head: FittedHead
+    rivals: Sequence[Rival]
+    probabilities: Float64Array
+    truth: Int64Array  # of the rows that the rivals answer
+    better: bool
+    reason: str
+
+
+def fit_job(settings: FitSettings) -> dict[str, Any]:
+    """Fit heads, report on stderr, and write their file; return the summary for the last line on stdout.
+
+    Errors are reported on stderr, and become the exit code in the summary.
+    """
+    ending = Ended()
+    line: dict[str, Any] = {}
+    with shell(ending, debug=settings.run.debug) as stop:
+        line = _fit(settings, stop.at_once, stop.check)
+        ending.status, ending.exit_code = "complete", 0
+    found = {"status": ending.status, "exit_code": ending.exit_code, **line}
+    return found | ({"error": ending.error} if ending.error else {})
+
+
+def _fit(
+    settings: FitSettings, at_once: Callable[[], AbstractContextManager[None]], check: Callable[[], None]
+) -> dict[str, Any]:
+    # Raises UsageError for rows that teach nothing.
+    with ExitStack() as stack:
+        with at_once():
+            if not settings.truth.columns:
+                raise UsageError("no --truth given: name the column with the right answers")
+            output = settings.fitting.output or settings.fitting.add or DEFAULT
+            require_apart(settings)
+            earlier = None if settings.fitting.add is None else head_file_at(settings.fitting.add, "--add")
+            rows, parts = open_rows(settings, tuple(settings.truth.columns.values()))
+            models = LocalModels(settings)
+            inputs = open_inputs(rows, parts)
+            stack.callback(inputs.builder.close)
+            require_shares(inputs.labels, "fit")
+            collected = _questions(inputs)
+            depth = inputs.opened.files.config.get_text_config().num_hidden_layers
+            layers = observed_layers(depth)
+            if earlier is not None:
+                layers = tuple(sorted({each.layer - 1 for each in earlier.heads}))
+            step("loading the model")
+            loaded = load_here(inputs.opened, settings, inputs.labels)
+            stack.callback(loaded.close)
+            scorer = make_scorer(inputs, parts, loaded)
+        progress = stack.enter_context(
+            Progress(
+                inputs.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet
+            )
+        )
+        for window in inputs.windows():
+            inputs.labels.check(window)
+            _collect(window, scorer, collected, layers, lambda tokens: check())
+            progress.advance(len(window.rows), 0.0)
+        with at_once():
+            models.require_unchanged()
+            digests = fingerprint(inputs, parts, models)
+    with at_once():
+        step("solving")
+        read_as = [] if parts.compression is None else parts.compression.read_as()
+        about = HeadFile.model_construct(
+            model=model_of(digests, read_as),
+            layers=depth,
+            dtype=dtype_name(inputs.opened.files),
+            compute=inputs.opened.narrow,
+            heads=(),
+        )
+        if earlier is not None:
+            _require_same(earlier, about, settings)
+        fitted = {
+            part: _solved(own, inputs, part, layers, earlier)
+            for part, own in sorted(collected.items())
+        }
+        kept = [each for each in fitted.values() if each.better or settings.fitting.keep_worse]
+        if not settings.run.quiet:
+            _print(fitted.values(), depth, stderr_console(WIDTH))
+        if kept:
+            others = [] if earlier is None else [
+                each for each in earlier.heads if each.question not in {own.head.question for own in fitted.values()}
+            ]
+            heads = (*others, *(each.head for each in kept))
+            written = HeadFile(**{name: getattr(about, name) for name in ("model", "layers", "dtype", "compute")}, heads=heads)
+            try:
+                write_sealed(output, written.to_json())
+            except OSError as error:
+                raise ResourceError(f"{output}: cannot write: {error.strerror or error}") from None
+        _tell(fitted.values(), kept, output, quiet=settings.run.quiet)
+    return {
+        "output": output if kept else None,
+        "heads": [
+            {
+                "question": each.head.question or None,
+                "rows": len(each.head.truth),
+                "layer": each.head.layer,
+                "layers": depth,
+                "better": each.better,
+                "held_out": {name: own.model_dump() for name, own in each.head.held_out.items()},
+            }
+            for each in fitted.values()
+        ],
+    }
+
+
+def _questions(inputs: Inputs) -> dict[int, Collected]:
+    # What is collected of each question with right answers, by its prompt. Raises UsageError.
+    labels = inputs.labels
+    names = [each.question.name for each in labels.asked]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            "a question is asked in several orders or prompts, and a head knows one\nask it once, without swap or orders"
+        )
+    found: dict[int, Collected] = {}
+    for name, column in truth_by_question(inputs.settings.truth.columns, names).items():
+        part = names.index(name)
+        own = inputs.schema.questions[part]
+        found[part] = Collected(TruthPlan(own, column, labels.asked[part].labels))
+        if column in inputs.builder.needed:
+            log.warning(f"{found[part].plan.option}: the prompt reads this column, so the model sees the right answer")
+    return found
+
+
+def _collect(
+    window: Window,
+    scorer: ModelScorer,
+    collected: Mapping[int, Collected],
+    layers: Sequence[int],
+    tick: Callable[[float], None],
+) -> None:
+    # Read the prompts of a window that have right answers, and keep what they teach.
+    inputs = scorer.inputs
+    truths: dict[int, list[Any]] = {}
+    for part, own in collected.items():
+        values = to_python(window.carried.column(own.plan.truth))
+        if inputs.source.kind == "jsonl":
+            values = [None if value is None else json.loads(value) for value in values]
+        truths[part] = values
+    wanted: list[tuple[Prompt, int]] = []
+    for prompt in window.prompts:
+        if (own := collected.get(prompt.part)) is None:
+            continue
+        value = truths[prompt.part][window.place(prompt.row)]
+        number = None if is_blank(value) else own.plan.number_of(value)
+        if number is not None:
+            wanted.append((prompt, number))
+        elif is_blank(value):
+            own.left_out["without a right answer"] += 1
+        else:
+            own.unknown[str(value)] += 1
+    for own in collected.values():
+        own.left_out["that cannot be read"] += len(window.errors)
+    requests, _ = scorer.requests([prompt for prompt, _ in wanted], tick)
+    most = scorer.pool.limits.max_tokens
+    able = [number for number, each in enumerate(requests) if each.size <= most]
+    asked: list[Request] = [requests[number] for number in able]
+    for number in set(range(len(requests))).difference(able):
+        collected[requests[number].prompt.part].left_out["that do not fit the memory"] += 1
+    plan = plan_requests(asked, scorer.pool.limits)
+    treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(asked))))
+    for answers in scorer.pool.answer_all(plan.packs, lambda i: asked[i].prompt.labels, tick, treatment):
+        for answer in answers:
+            prompt, number = asked[answer.prompt].prompt, wanted[able[answer.prompt]][1]
+            own = collected[prompt.part]
+            states = [each.hidden[0] for each in answer.readings]
+            if answer.failure is not None:
+                own.left_out["that do not fit the memory"] += 1
+            elif not all(np.isfinite(each).all() for each in states):
+                own.left_out["whose hidden states are not finite"] += 1
+            else:
+                own.hidden.append(states)
+                own.own.append(np.log(np.maximum(prompt.labels.shares(answer.logprobs, 1.0), 1e-300)))
+                own.words.append(hashed_words(prompt.tokens))
+                own.truth.append(number)
+                own.prompts.append(_digest(prompt))
+
+
+def _digest(prompt: Prompt) -> int:
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256(prompt.tokens.tobytes()).digest()[:8], "little", signed=True)
+
+
+def _require_same(earlier: HeadFile, about: HeadFile, settings: FitSettings) -> None:
+    # Raise UsageError for heads of another model or number format.
+    for what, name in (("model", "model"), ("number format", "dtype"), ("low precision", "compute")):
+        if getattr(earlier, name) != getattr(about, name):
+            raise UsageError(
+                f"--add {without_secrets(settings.fitting.add or '')}: it was fitted to another {what}\n"
+                "give the model and options that it was fitted with, or fit all rows anew"
+            )
+
+
+def _solved(
+    own: Collected, inputs: Inputs, part: int, layers: Sequence[int], earlier: HeadFile | None
+) -> Fitted:
+    # The head of a question. Raises UsageError for rows that teach nothing.
+    labels: Labels = inputs.labels.asked[part]
+    plan, name = own.plan, labels.question.name
+    plan.tell(Mistakes.of(own.unknown, plan.names))
+    answers, wording = len(labels.names), wording_of(inputs.builder, inputs.labels, part)
+    before = None if earlier is None else earlier.by_question.get(name)
+    _require_enough(own, plan, before)
+    lessons = own.lessons(layers)
+    hidden, truth, prompts = lessons.hidden, lessons.truth, lessons.prompts
+    given: list[Rival] = []
+    if before is not None:
+        _require_fitting(before, labels, wording, inputs)
+        added = hidden[before.layer]
+        given = [Rival(BEFORE, np.exp(before.rule().decide(0, _readings(added))[1]))]
+        keep = ~np.isin(before.prompts, prompts)
+        hidden = {before.layer: np.concatenate([before.hidden[keep], added])}
+        truth, prompts = np.concatenate([before.truth[keep], truth]), np.concatenate([before.prompts[keep], prompts])
+    found: Solution = solve(hidden, truth, answers)
+    shown = found.held_out[len(truth) - len(lessons.truth) :]
+    given = [*rivals(lessons.own, lessons.words, lessons.truth, answers), *given]
+    if before is not None:
+        given = [each for each in given if each.name in (BEFORE, OWN) and each.name != OWN] or given
+    held = {each.name: quality(each.probabilities, lessons.truth) for each in given}
+    held[HEAD] = quality(shown, lessons.truth)
+    head = FittedHead(
+        question=name,
+        labels=labels.names,
+        wording=wording,
+        layer=found.layer,
+        weights=found.weights.astype(np.float64),
+        bias=found.bias.astype(np.float64),
+        hidden=hidden[found.layer],
+        truth=truth,
+        prompts=prompts,
+        strength=found.strength,
+        held_out=held,
+    )
+    better, reason = _verdict(held)
+    return Fitted(head, given, shown, lessons.truth, better, reason)
+
+
+def _readings(hidden: Any) -> Any:
+    from prefillcli.engines.base import Readings
+
+    none = np.full((len(hidden), 1), np.nan)
+    return Readings(hidden, none, none)
+
+
+def _require_enough(own: Collected, plan: TruthPlan, before: FittedHead | None) -> None:
+    count = len(own.truth) + (0 if before is None else len(before.truth))
+    if not own.truth and own.unknown:
+        mistakes = Mistakes.of(own.unknown, plan.names)
+        if mistakes is not None:
+            raise plan.no_answer(mistakes)
+    others = ", ".join(f"{rows:,} {why}" for why, rows in own.left_out.items() if rows)
+    if count < LEAST_ROWS or not own.truth:
+        raise UsageError(
+            f"{plan.option}: {counted(count, 'row')} with a right answer"
+            f"{f' ({others})' if others else ''}; a head takes at least {LEAST_ROWS}\n"
+            f"give {max(LEAST_ROWS - count, 1)} more"
+        )
+    truth = own.truth if before is None else [*own.truth, *before.truth.tolist()]
+    counts = np.bincount(truth, minlength=len(plan.labels)).tolist()
+    if sum(map(bool, counts)) < 2:
+        raise UsageError(
+            f"{plan.option}: {plan.name_of(truth[0])} is the right answer of all {count:,} rows, and a head learns to "
+            "tell answers apart\ngive rows with other right answers"
+        )
+    never = [plan.name_of(at) for at, rows in enumerate(counts) if not rows]
+    if never:
+        log.warning(f"{plan.option}: no row has the right answer {', '.join(never)}, so the head hardly ever gives it")
+
+
+def _require_fitting(before: FittedHead, labels: Labels, wording: str, inputs: Inputs) -> None:
+    if before.labels != labels.names or before.wording != wording:
+        what = "answers" if before.labels != labels.names else "words around a row's text"
+        raise UsageError(
+            f"--add: its head of {before.question or 'the question'} was fitted with other {what}\n"
+            "ask with the same question and options, or fit all rows anew"
+        )
+
+
+def _verdict(held: Mapping[str, Quality]) -> tuple[bool, str]:
+    # Whether the head is better than its rivals, and why not.
+    head = held[HEAD]
+    for name in (BEFORE,) if BEFORE in held else (OWN, COMMONEST):
+        rival = held[name]
+        if head.accuracy < rival.accuracy or (head.accuracy == rival.accuracy and head.log_loss >= rival.log_loss):
+            return False, f"it is right in {head.accuracy:.1%} of held-out rows, {name} in {rival.accuracy:.1%}"
+    return True, ""
+
+
+def _print(fitted: Any, depth: int, console: Console) -> None:
+    for each in fitted:
+        head = each.head
+        title = f"{head.question}: " if head.question else ""
+        counts = Counter(head.labels[at] for at in head.truth.tolist())
+        console.print(
+            f"{title}{counted(len(head.truth), 'row')} ({', '.join(f'{n:,} {name}' for name, n in counts.most_common())})"
+        )
+        table = [["held-out rows", "right", "log loss", "Brier", "ECE", "by chance", "layers"]]
+        for rival in each.rivals:
+            own = head.held_out[rival.name]
+            chance = chance_of(each.probabilities, rival.probabilities, each.truth)
+            through = {COMMONEST: "0", WORDS: "0", BEFORE: f"{head.layer} of {depth}"}.get(rival.name, f"{depth}")
+            table.append(_line(rival.name, own, f"{chance:.3f}", through))
+        table.append(_line(f"{HEAD} *", head.held_out[HEAD], "", f"{head.layer} of {depth}"))
+        console.print(numbers_table(table))
+        console.print()
+
+
+def _line(name: str, own: Quality, chance: str, layers: str) -> list[str]:
+    return [name, f"{own.accuracy:.3f}", f"{own.log_loss:.3f}", f"{own.brier:.3f}", f"{own.ece:.3f}", chance, layers]
+
+
+def _tell(fitted: Any, kept: Sequence[Fitted], output: str, *, quiet: bool) -> None:
+    shown = without_secrets(output)
+    for each in fitted:
+        own = f"{each.head.question}: " if each.head.question else ""
+        if not each.better:
+            what = "written all the same (keep_worse)" if each in kept else "not written"
+            log.warning(f"{own}the head is no better, and {what}: {each.reason}")
+        words, head = each.head.held_out.get(WORDS), each.head.held_out[HEAD]
+        if words is not None and words.accuracy >= head.accuracy:
+            log.warning(
+                f"{own}words alone are right as often as the head ({words.accuracy:.1%}), without any model: a "
+                "bag-of-words classifier may be all that this question needs"
+            )
+    if kept and not quiet:
+        console = stderr_console(WIDTH)
+        console.print(
+            "right: share of rows. by chance: how likely so large a difference from the head would be by chance "
+            "(McNemar's exact test). ECE: expected calibration error."
+        )
+        console.print(f"next: prefill score ... --head {shown}")
