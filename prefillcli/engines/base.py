@@ -80,12 +80,13 @@ class EarlyExits:
 
     Prompts with a rule leave after its layers once they are decided. Those `in_full` go on to the end all the same,
     and their answers hold the early answers too. Without `rules` all prompts go on, and their answers hold the
-    readings of the `observed` layers.
+    readings of the `observed` layers. Where readings are `shown`, the answers hold those of rules, too.
     """
 
     rules: Mapping[int, LeavingRule] = field(default_factory=dict)
     in_full: frozenset[int] = frozenset()
     observed: tuple[int, ...] = ()
+    shown: bool = False
 
     def of(self, prompts: Collection[int]) -> EarlyExits:
         """The exits of these prompts alone."""
@@ -165,8 +166,9 @@ class Answer:
     add up to the engine's work, `skipped` to the work that exits spared it, in layers of a token, and `full_seconds`
     to the time without exits. `shared_tokens` of the prompt were computed once for several prompts. The cost of a
     block is in the answers of the packs that read it first.
-    `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
-    may lose tokens. `continuation` is the text written after the prompt, if it was wanted and there was room.
+    `readings` are those of the observed layers, or those that are shown, with one row each. `thinned` is the part that
+    went on of a prompt that may lose tokens. `continuation` is the text written after the prompt, if it was wanted and
+    there was room.
     `by_token` has the numbers of single tokens, of a label set that wants them. `tokens` are the likeliest ones, the
     likeliest first, of a label set that asks for these; `logprobs` are theirs. `next` has those that the treatment
     asks for, as far as the engine knows them.

@@ -136,9 +136,7 @@ class TorchEngine(Engine):
             answers = [replace(each, thinned=thinning.found.get(each.prompt)) for each in answers]
         return answers
 
-    def _exits(
-        self, pack: Pack, labels: Callable[[int], LabelSet], treatment: Treatment
-    ) -> PromptExits | None:
+    def _exits(self, pack: Pack, labels: Callable[[int], LabelSet], treatment: Treatment) -> PromptExits | None:
         # What lets prompts of a pack leave: the treatment, and heads that answer after a layer.
         found = {prompt: labels(prompt).head for _, prompts in pack.reads for prompt in prompts}
         heads = {prompt: head for prompt, head in found.items() if head is not None}
@@ -432,6 +430,9 @@ class PromptExits:
                     self.readings[prompt].append(readings.row(number))
                 continue
             decided, logprobs = rule.decide(layer, readings)
+            if self._exits.shown:
+                for number, (_, prompt) in enumerate(prompts):
+                    self.readings[prompt].append(readings.row(number))
             for (_, prompt), leaves, own in zip(prompts, decided.tolist(), logprobs, strict=True):
                 if leaves:
                     self.early[prompt] = EarlyAnswer(layer, own)
@@ -444,9 +445,7 @@ class PromptExits:
         """Return whether a prompt has left, and goes no further."""
         return prompt in self.early and prompt not in self._exits.in_full
 
-    def _read(
-        self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor, *, logits: bool
-    ) -> Readings:
+    def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor, *, logits: bool) -> Readings:
         # The readings of some prompts, whose last tokens are these rows of both tensors.
         hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
         sets = [self._labels(prompt) for prompt in prompts]

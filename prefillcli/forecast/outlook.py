@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
+from prefillcli.options.requirements import first_readers
 from prefillcli.reading.exits.learning import CHECKED_ROWS
 from prefillcli.reading.exits.policy import ExitProfile, identity_of, require_same_job
 from prefillcli.reading.exits.proof import place_of, rows_to_learn

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel, Field, RootModel, ValidationError
 
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
+from prefillcli.reading.heads.use import HeadUse
 from prefillcli.report.finding import Finding
 from prefillcli.report.run import RunReport
 from prefillcli.report.section import Section
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class Gate(BaseModel):
     """An expectation of the output, and whether it holds."""
 
-    name: Literal["expect_rows", "min_label_mass", "max_drift"]
+    name: Literal["expect_rows", "min_label_mass", "max_drift", "max_shift"]
     limit: str  # as it was given
     value: float | None  # null where there is nothing to judge: the gate then passes
     passed: bool
@@ -148,7 +149,7 @@ def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
 
 
-def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
+def judge(options: GateOptions, report: RunReport, max_shift: float | None = None) -> Iterator[Gate]:
     """Yield the verdict of each gate on the rows of a whole output."""
     drift = DriftUse.from_report(report)
     if drift is not None and drift.fingerprint == report.fingerprint and drift.before is not None:
@@ -170,6 +171,22 @@ def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
         )
     if options.max_drift is not None:
         yield _drift_gate(report, drift, options.max_drift)
+    if max_shift is not None:
+        yield _shift_gate(HeadUse.from_report(report), max_shift)
+
+
+def _shift_gate(heads: HeadUse | None, most: float) -> Gate:
+    shifts = {} if heads is None else {name: own.shift for name, own in heads.questions.items()}
+    known = {name: shift for name, shift in shifts.items() if shift is not None}
+    if not known:
+        text, value = "no row was read whose features could be compared with those of the heads", None
+    else:
+        name, value = max(known.items(), key=lambda each: each[1])
+        text = (
+            f"the mean features{f' of {name}' if name else ''} are {value:.3f} standard deviations from those of the "
+            f"head's fit; max_shift is {most:g}"
+        )
+    return Gate(name="max_shift", limit=f"{most:g}", value=value, passed=value is None or value <= most, text=text)
 
 
 def _least_mass(report: RunReport) -> tuple[str, float | None]:
@@ -201,8 +218,8 @@ def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:
 class Gates:
     """The gates of a run, or of a merge."""
 
-    def __init__(self, options: GateOptions) -> None:
-        self.options = options
+    def __init__(self, options: GateOptions, max_shift: float | None = None) -> None:
+        self.options, self._max_shift = options, max_shift
 
     def begin(self, report: RunReport) -> None:
         """Begin a run, whose report knows the path where it will replace that of an earlier run."""
@@ -211,6 +228,6 @@ class Gates:
 
     def judge(self, report: RunReport) -> list[str]:
         """Return sentences on how a finished output differs from the expected one; any makes the exit code 3."""
-        found = GateUses([*judge(self.options, report)])
+        found = GateUses([*judge(self.options, report, self._max_shift)])
         report.add(found)
         return [gate.text for gate in found.root if not gate.passed]

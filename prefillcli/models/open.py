@@ -258,9 +258,7 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
-    opened = Opened(
-        files, device, tokenizer, tuple(small), files.max_length, threads, narrow=settings.narrow_walk
-    )
+    opened = Opened(files, device, tokenizer, tuple(small), files.max_length, threads, narrow=settings.narrow_walk)
     if lm.layout == "generic":
         return opened
     if layout is not None:

@@ -514,6 +514,11 @@ class HeadFitOptions(Options):
         "Let the model compute in low precision; prefill score --head then does so, too. fp8 needs CUDA.",
         FIT, changes="scores", metavar="int8|fp8",
     )  # fmt: skip
+    most_layers: int | None = option(
+        None,
+        "Highest layer that a head may read, counted from 1. (default: the model's last)",
+        FIT, level="rare", changes="report", metavar="N", ge=1,
+    )  # fmt: skip
     keep_worse: bool = option(
         False,
         "Also write heads that are no better than the model's own answers or the commonest one.",
@@ -538,7 +543,9 @@ class FitSettings(JobSettings):
     def check(self) -> None:
         super().check()
         if self.lm.head_file is not None:
-            raise UsageError(f"--head {self.lm.head_file}: heads are fitted to the model itself\ngive --add to add rows")
+            raise UsageError(
+                f"--head {self.lm.head_file}: heads are fitted to the model itself\ngive --add to add rows"
+            )
         if self.compression.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
         self.compression.check_rate()

@@ -111,8 +111,8 @@ class LabelSet:
         return replace(self, spellings=((sequence,),), pointers=tuple(pointers))
 
     def answered_by(self, head: AnsweringHead, answers: int | None) -> LabelSet:
-        """The labels of a question that a head answers. Without the number of its `answers` they can also be read after
-        the prompt, where the model answers too."""
+        """The labels of a question that a head answers. Without the number of its `answers` they can also be read
+        after the prompt, where the model answers too."""
         own = self if answers is None else LabelSet.of([[number] for number in range(answers)])
         return replace(own, head=head)
 

@@ -127,7 +127,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     )
     return Parts(
         asking,
-        gates.Gates(settings.gates),
+        gates.Gates(settings.gates, settings.heads.max_shift),
         earlier=taken,
         compression=compression,
         exits=leaving,

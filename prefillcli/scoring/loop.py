@@ -41,7 +41,7 @@ from prefillcli.runtime.clock import Phase
 from prefillcli.stats.arrays import Float64Array
 
 if TYPE_CHECKING:
-    from prefillcli.reading.exits.exits import Exits
+    from prefillcli.core.request import Tick
 
 # The questions for the rows of a window, and the rows that their answers finish.
 
@@ -113,7 +113,7 @@ class WindowWork:
         requests: list[Request],
         audited: Sequence[int],
         done: set[int],
-        exits: Exits | None,
+        leaving: Leaving | None,
         further: FurtherQuestions | None = None,
         *,
         limited: bool = False,
@@ -137,7 +137,7 @@ class WindowWork:
         self.further = further
         self.limited = limited
         self.next_tokens = next_tokens
-        self._exits = exits
+        self._leaving = leaving
         self._in_limit = False
         self._numbers = 0  # blocks of packs, after which later plans begin
         self._by_row: dict[int, dict[int, Request]] = {}
@@ -163,10 +163,10 @@ class WindowWork:
 
     def treatment(self, pack: Pack) -> Treatment:
         thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
-        leaving = None
-        if self._exits is not None:
-            leaving = self._exits.treatment({number: self.requests[number] for number in pack.prompts}, self.in_full)
-        treatment = replace(leaving or PLAIN, thinning=thinning, next_tokens=self.next_tokens)
+        found = PLAIN
+        if self._leaving is not None:
+            found = self._leaving.treatment({number: self.requests[number] for number in pack.prompts}, self.in_full)
+        treatment = replace(found, thinning=thinning, next_tokens=self.next_tokens)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
         return treatment
@@ -177,8 +177,8 @@ class WindowWork:
         if unanswered:
             answers = [answer for answer in answers if answer.failure is None]
             finished.add(failed_prompts(self, unanswered))
-        elif answers and self._exits is not None:
-            self._exits.answered(pack, answers)
+        elif answers and self._leaving is not None:
+            self._leaving.answered(pack, answers, self.requests)
         complete: list[ScoredRow] = []
         texts: dict[int, Answer] = {}
         for answer in answers:
@@ -431,11 +431,30 @@ def follow_up(work: WindowWork, limits: Limits, tick: Callable[[], None] = lambd
     return found
 
 
+class Leaving(Protocol):
+    """A reading by which rows are answered before the model's last layer."""
+
+    @property
+    def known(self) -> Mapping[int, ScoredRow]:
+        """Return the rows, by number, that were scored before the first window."""
+
+    def ahead(self, requests: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
+        """Return the answers, by the places of these questions, that the model need not be asked for, and the tokens
+        that were computed to find them."""
+
+    def treatment(self, requests: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
+        """Return the treatment between layers of the prompts with these `requests`. Those `in_full` go through all
+        layers."""
+
+    def answered(self, pack: Pack, answers: Sequence[Answer], requests: Sequence[Request]) -> None:
+        """Take the answers of a pack whose prompts are all answered: numbers among these `requests`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScoringOptions:
     """The options by which windows are scored.
 
-    `audit` chooses the compressed prompts that are also read in full; with `exits` it chooses among all prompts.
+    `audit` chooses the compressed prompts that are also read in full; with `leaving` it chooses among all prompts.
     `further` are the questions about rows that are scored. `adjust_threads` is called often while something is
     computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `requests` are those of `ModelScorer`.
     """
@@ -443,7 +462,7 @@ class ScoringOptions:
     block_tokens: int = 0
     requests: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
-    exits: Exits | None = None
+    leaving: Leaving | None = None
     further: FurtherQuestions | None = None
     adjust_threads: Callable[[], None] = lambda: None
 
@@ -486,7 +505,7 @@ def begin_window(
     number of unwritten rows of earlier windows; `next_tokens` as for `WindowWork`.
     """
     requests, finished = _requests(window, done, options, listener)
-    known = {} if options.exits is None else options.exits.known
+    known = {} if options.leaving is None else options.leaving.known
     found_before = [each for each in requests if each.prompt.row in known.keys() - done]
     requests = [request for request in requests if request.prompt.row not in known]
     requests, too_large, failed = _fitting(requests, engine.limits.max_tokens)
@@ -506,7 +525,7 @@ def begin_window(
         requests,
         audited,
         done,
-        options.exits,
+        options.leaving,
         further,
         limited=limited,
         next_tokens=next_tokens,
@@ -538,10 +557,10 @@ def _ahead(
     """Return the questions that are left for the model, the numbers of the audited ones among them, and those that
     first models answer without it. An audited one is left to the model too: its answer so far is for the
     comparison."""
-    if options.exits is None:
+    if options.leaving is None:
         return requests, audited, []
     with listener.phase("draft"):
-        found, tokens = options.exits.ahead(requests, lambda tokens: listener.step(None, 0, 0, 0))
+        found, tokens = options.leaving.ahead(requests, lambda tokens: listener.step(None, 0, 0, 0))
     finished.tokens.draft += tokens
     if not found:
         return requests, audited, []
@@ -626,7 +645,7 @@ def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, op
     able = [
         number
         for number, request in enumerate(requests)
-        if (request.compressed or options.exits is not None) and Request(request.prompt).size <= most
+        if (request.compressed or options.leaving is not None) and Request(request.prompt).size <= most
     ]
     drawn = {requests[number].prompt.row for number in options.audit.draw(window, _firsts(requests, able))}
     return [number for number in able if requests[number].prompt.row in drawn]

@@ -283,6 +283,8 @@ class ScoreJob:
             self.parts.calibration.learn(scorer, self._run.tick)
         if self.parts.exits is not None:
             self.parts.exits.learn(self._run, scorer)
+        if self.parts.heads is not None:
+            self.parts.heads.learn(self._run, scorer)
 
     def _finish(self, ended: Sequence[int]) -> None:
         run, parts, sink = self._run, self.parts, self._run.sink

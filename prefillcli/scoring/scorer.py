@@ -36,6 +36,8 @@ def make_scorer(inputs: Inputs, parts: Parts, models: LoadedModels, ledger: Ledg
                 "call it in make_scorer, or in the loop over windows"
             )
     read = None if parts.compression is None else parts.compression.requests
+    if parts.heads is not None:
+        read = parts.heads.reading(read)
     return ModelScorer(inputs, models, ledger or LedgerInMemory(models.settled), read)
 
 
@@ -96,14 +98,14 @@ def score(
     the rows with further questions that are written so far. `written` as in `ScoringLoop`. Raises ResourceError if the
     models cannot go on.
     """
-    inputs, rewritten = scorer.inputs, scorer.read is not None
+    inputs, rewritten = scorer.inputs, parts.compression is not None
     further = further_questions(inputs, parts, chosen)
     audit = inputs.settings.flips.audit
     options = ScoringOptions(
         block_tokens=0 if rewritten else block_tokens,
-        requests=scorer.requests if rewritten else None,
+        requests=scorer.requests if scorer.read is not None else None,
         audit=AuditDraw(audit, inputs.source.selection(), inputs.source.count()) if audit else None,
-        exits=parts.exits,
+        leaving=parts.exits or parts.heads,
         further=further,
         adjust_threads=adjusting(inputs.opened),
     )

@@ -82,9 +82,9 @@ class LayerWalk:
 
     `model` must be in eval mode and have the forest attention (`prefillcli.walk.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay unchanged; while the walk exists, stand-ins
-    take their places. The layers that are called come from `layers`, by default the model's. These may be the lower ones
-    alone: then nothing is asked of the head. One call of a layer computes `chunk_tokens`. With `offload_held` the K,V that later packs hold are kept in host memory, with
-    `hidden_on_host` the residual stream.
+    take their places. The layers that are called come from `layers`, by default the model's. These may be the lower
+    ones alone: then nothing is asked of the head. One call of a layer computes `chunk_tokens`. With `offload_held` the
+    K,V that later packs hold are kept in host memory, with `hidden_on_host` the residual stream.
     """
 
     def __init__(

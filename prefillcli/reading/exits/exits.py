@@ -183,7 +183,7 @@ class Exits(Reading, Judge):
         }
         return Treatment(EarlyExits(rules, in_full)) if rules else PLAIN
 
-    def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
+    def answered(self, pack: Pack, answers: Sequence[Answer], requests: Sequence[Request]) -> None:
         """Count the layers that exits saved in a pack whose prompts are all answered."""
         if self.use is None or not self.policies or not answers:
             return

@@ -2,42 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
+from prefillcli.core.request import Request, answer_requests
 from prefillcli.core.roles import Judge, Reading
-from prefillcli.errors import UsageError, did_you_mean, without_secrets
+from prefillcli.engines.base import PLAIN, EarlyExits, Treatment
+from prefillcli.errors import UsageError, counted, did_you_mean, without_secrets
 from prefillcli.models.open import dtype_name
 from prefillcli.models.shape import VERIFIED
 from prefillcli.prompts.builder import PromptBuilder
-from prefillcli.reading.heads.head import FittedHead, HeadFile, head_file_at
+from prefillcli.reading.exits.full_rows import FullRows
+from prefillcli.reading.heads.head import FittedHead, HeadFile, HeadRule, head_file_at, moments
+from prefillcli.reading.heads.use import HeadUse, QuestionHead
+from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
 from prefillcli.runtime import log
 from prefillcli.stats.labels import Measure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from prefillcli.core.inputs import Inputs, OpenRows
+    from prefillcli.core.request import Tick
+    from prefillcli.core.run import Reached, Run
+    from prefillcli.core.scorer import ModelScorer
+    from prefillcli.engines.base import Answer
     from prefillcli.models.open import Opened
     from prefillcli.options.settings import JobSettings
+    from prefillcli.plan.pack import Pack
     from prefillcli.prompts.labels import Labels
+    from prefillcli.report.run import RunReport
     from prefillcli.rows.output.schema import OutputSchema
+    from prefillcli.rows.records import Prompt, ScoredRow, Window
+    from prefillcli.stats.arrays import Float32Array
+
+    Read = Callable[..., tuple[list[Request], int]]
 
 ANY_WORDING = "any_wording"
 _FIT = "fit one for this job with prefill fit"
 
 
+LEDGER, FILE = "heads", "heads.json"  # in the ledger of a job, and in its work folder
+ADAPTED_ROWS = 300  # to take mean and scale of
+COMPARED_ROWS = 2_000  # of a question, at least: then no more is kept of rows
+_SEED = 20_263
+LEAST_ADAPTED = 20
+
+
+class Features:
+    """Sums of the features that a head has read of rows."""
+
+    def __init__(self, rule: HeadRule) -> None:
+        self.rows = 0
+        self._rule = rule
+        self._sum = np.zeros(len(rule.mean))
+        self._squares = np.zeros(len(rule.mean))
+
+    def add(self, hidden: Float32Array) -> None:
+        """Add rows with these hidden states [rows, hidden]."""
+        features = self._rule.features(hidden)
+        self.rows += len(features)
+        self._sum += features.sum(axis=0)
+        self._squares += np.square(features).sum(axis=0)
+
+    def moved(self, fitted: int) -> tuple[float | None, float | None]:
+        """Return `shift` and `spread` of `QuestionHead`, for a head fitted to this many rows."""
+        if not self.rows:
+            return None, None
+        mean = self._sum / self.rows
+        by_chance = 1 / self.rows + 1 / fitted
+        shift = float(np.sqrt(max(np.square(mean).mean() - by_chance, 0.0)))
+        if self.rows < 2:
+            return shift, None
+        return shift, float(np.median(np.sqrt(np.maximum(self._squares / self.rows - np.square(mean), 0.0))))
+
+
 class Heads(Reading, Judge):
     """The heads of the file that `--head` names. Raises UsageError for a wrong file."""
 
+    known: Mapping[int, ScoredRow] = {}
+
     def __init__(self, settings: JobSettings, path: str, read_as: Sequence[Any] = ()) -> None:
         self._settings, self._read_as = settings, read_as
+        self.groups = added({"audit": settings.flips.audit})
         self.shown = f"--head {without_secrets(path)}"
         self.file: HeadFile = head_file_at(path)
-        self.answered: dict[int, FittedHead] = {}
+        self.by_part: dict[int, FittedHead] = {}
         """By the prompt of a row (`Prompt.part`); other prompts are answered by the model."""
+        self._alone = False
+        self._loaded = self.file.layers
+        self._adapted: dict[int, HeadRule] = {}
+        self._adapted_rows = 0
+        self._features: dict[int, Features] = {}
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("head")
@@ -87,24 +146,27 @@ class Heads(Reading, Judge):
                 f"{self.shown}: {files.origin} has a classification head of its own, and this one is for the hidden "
                 "states of a causal language model\nread the model's own head, or take another model"
             )
-        self.answered = self._of_parts(labels)
+        self.by_part = self._of_parts(labels)
         audited = bool(settings.flips.audit)
-        alone = len(self.answered) == len(labels.asked) and not audited
-        deepest = max(each.layer for each in self.answered.values())
-        for part, head in self.answered.items():
+        alone = len(self.by_part) == len(labels.asked) and not audited
+        deepest = max(each.layer for each in self.by_part.values())
+        self._features = {part: Features(head.rule()) for part, head in self.by_part.items()}
+        for part, head in self.by_part.items():
             own = labels.asked[part]
             if audited and own.question.readout is not None:
                 raise UsageError(
-                    f"--audit: in the model's own layout the question {own.question.name} asks for something else than "
-                    "its answers, which a head does not\nleave it out"
+                    f"--audit: in the model's own layout the question {own.question.name} asks for something else "
+                    "than its answers, which a head does not\nleave it out"
                 )
             rule = head.rule()
             own.head, own.audited = replace(rule, peek=alone and head.layer == deepest), audited
-        left = [each.question.name for part, each in enumerate(labels.asked) if part not in self.answered]
+        left = [each.question.name for part, each in enumerate(labels.asked) if part not in self.by_part]
         if left and not settings.run.quiet:
             log.info(f"{self.shown}: no head for {', '.join(left)}: answered by the model itself, through all layers")
+        self._alone = alone
         if not alone or deepest >= self.file.layers or files.family not in VERIFIED:
             return opened
+        self._loaded = deepest
         return replace(opened, files=replace(files, read_layers=deepest))
 
     def require_fitting(self, inputs: Inputs, digests: Mapping[str, str]) -> None:
@@ -130,7 +192,7 @@ class Heads(Reading, Judge):
                     + (f"give {option} {fitted}" if fitted else f"leave {option} out")
                     + f", or --set {ANY_WORDING}=true to take it as it is"
                 )
-        for part, head in self.answered.items():
+        for part, head in self.by_part.items():
             if head.wording != wording_of(inputs.builder, inputs.labels, part):
                 name = f" of the question {head.question}" if head.question else ""
                 raise UsageError(
@@ -138,6 +200,131 @@ class Heads(Reading, Judge):
                     f"ask with the same question, template and chat options, give --set {ANY_WORDING}=true to take it "
                     f"as it is, or {_FIT}"
                 )
+
+    # While rows are scored: a `Leaving` of the loop.
+
+    def ahead(self, requests: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
+        """Return nothing: heads need the model."""
+        return {}, 0
+
+    def treatment(self, requests: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
+        """See `Leaving`. What the first rows' heads have read is shown."""
+        parts = {request.prompt.part for request in requests.values()}
+        shown = any(part in parts and own.rows < COMPARED_ROWS for part, own in self._features.items())
+        return Treatment(EarlyExits(in_full=in_full, shown=shown)) if shown or in_full else PLAIN
+
+    def answered(self, pack: Pack, answers: Sequence[Answer], requests: Sequence[Request]) -> None:
+        """Compare what heads have read with their fit."""
+        found: dict[int, list[Float32Array]] = {}
+        for answer in answers:
+            if (part := requests[answer.prompt].prompt.part) in self._features and answer.readings:
+                found.setdefault(part, []).append(answer.readings[-1].hidden)
+        for part, own in found.items():
+            self._features[part].add(np.concatenate(own))
+
+    def reading(self, read: Read | None) -> Read | None:
+        """Return how prompts are read where heads are adapted, by how they are read otherwise."""
+        if not self._settings.heads.adapt:
+            return read
+
+        def adapted(
+            scorer: ModelScorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
+        ) -> tuple[list[Request], int]:
+            found, tokens = ([Request(each) for each in prompts], 0)
+            if read is not None:
+                found, tokens = read(scorer, prompts, tick, window, done)
+            return [self._by_adapted(each) for each in found], tokens
+
+        return adapted
+
+    def _by_adapted(self, request: Request) -> Request:
+        rule = self._adapted.get(request.prompt.part)
+        if rule is None:
+            return request
+        prompt = request.prompt
+        return replace(request, prompt=replace(prompt, labels=replace(prompt.labels, head=rule)))
+
+    def learn(self, run: Run, scorer: ModelScorer) -> None:
+        """With `--adapt`, take mean and scale of the features of some rows, or those that an earlier attempt took."""
+        if not self._settings.heads.adapt:
+            return
+        sink = run.sink
+        if LEDGER in sink.settled:
+            kept = json.loads(sink.work.read_bytes(FILE))
+        else:
+            kept = self._moments(run, scorer)
+            sink.work.put_bytes(FILE, json.dumps(kept).encode())
+            sink.settle(sink.settled | {LEDGER: {"rows": kept["rows"]}})
+        self._adapted_rows = kept["rows"]
+        for part in self.by_part:
+            mean, scale = (np.array(each) for each in kept["moments"][str(part)])
+            rule = scorer.inputs.labels.asked[part].head
+            self._adapted[part] = replace(cast("HeadRule", rule), mean=mean, scale=scale)
+
+    def _moments(self, run: Run, scorer: ModelScorer) -> dict[str, Any]:
+        # The mean and scale of what each head reads in random rows of the job.
+        rows = FullRows(run, scorer)
+        numbers = rows.numbers()
+        drawn = numbers[np.random.default_rng(_SEED).permutation(len(numbers))[:ADAPTED_ROWS]]
+        prompts = [each for batch in rows.prompts(np.sort(drawn)) for each in batch if each.part in self.by_part]
+        if not run.settings.run.quiet:
+            log.info(f"{counted(len(drawn), 'row')} are read first, to adapt heads to (--adapt)")
+        requests = [
+            each for each in scorer.requests(prompts, run.tick)[0] if each.size <= scorer.pool.limits.max_tokens
+        ]
+        answers = answer_requests(scorer.pool, requests, run.tick, Treatment(EarlyExits(shown=True)))
+        found: dict[int, list[Float32Array]] = {}
+        for request, answer in zip(requests, answers, strict=True):
+            found.setdefault(request.prompt.part, []).append(answer.readings[-1].hidden)
+            run.tokens.computed += answer.computed_tokens
+        if least := [part for part in self.by_part if len(found.get(part, [])) < LEAST_ADAPTED]:
+            raise UsageError(
+                f"--adapt: {counted(len(found.get(least[0], [])), 'row')} can be read, and {LEAST_ADAPTED} are needed "
+                "to know their mean and scale\nleave it out"
+            )
+        both = {part: moments(np.concatenate(own)) for part, own in found.items()}
+        return {
+            "rows": len({request.prompt.row for request in requests}),
+            "moments": {part: [each.tolist() for each in own] for part, own in both.items()},
+        }
+
+    def ended(self, run: Run) -> None:
+        use = self._use()
+        run.report.add(use)
+        for name, shift in use.shifted.items():
+            what = f" of {name}" if name else ""
+            log.warning(
+                f"{self.shown}: the rows{what} are not like those that the head was fitted to: their mean features "
+                f"are {shift:.2f} standard deviations away\n"
+                "add some of them with right answers with prefill fit --add, or give --adapt"
+            )
+
+    def reported(self, report: RunReport, reached: Reached) -> None:
+        if reached.sink is not None and self.by_part:
+            report.add(self._use())
+
+    def _use(self) -> HeadUse:
+        questions = {}
+        for part, head in self.by_part.items():
+            features, held = self._features[part], head.held_out.get("the head")
+            shift, spread = features.moved(len(head.truth))
+            questions[head.question] = QuestionHead(
+                layer=head.layer,
+                fitted_rows=len(head.truth),
+                accuracy=None if held is None else held.accuracy,
+                compared=features.rows,
+                shift=shift,
+                spread=spread,
+                adapted=self._adapted_rows,
+            )
+        deepest = max(each.layer for each in self.by_part.values())
+        return HeadUse(
+            file=self.shown.removeprefix("--head "),
+            model_layers=self.file.layers,
+            read_layers=deepest if self._alone else self.file.layers,
+            loaded_layers=self._loaded,
+            questions=questions,
+        )
 
 
 def wording_of(builder: PromptBuilder, labels: Labels, part: int) -> str:

@@ -31,7 +31,6 @@ from prefillcli.rows.records import Prompt, Window
 from prefillcli.rows.values import to_python
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress, step
-from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.identity import LocalModels, fingerprint
 from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart
@@ -47,9 +46,12 @@ HEAD, BEFORE = "the head", "the head before"
 DEFAULT = "fitted.head"
 
 
-def observed_layers(depth: int) -> tuple[int, ...]:
-    """Return the layers whose hidden states are kept, counted from 0: some eight of a model with this depth."""
-    return tuple(sorted({max(round(share * depth), 1) - 1 for share in np.linspace(FIRST_LAYER, 1.0, LAYERS)}))
+def observed_layers(depth: int, most: int | None = None) -> tuple[int, ...]:
+    """Return the layers whose hidden states are kept, counted from 0: some eight of a model with this depth, up to that
+    with the number `most`."""
+    last = min(most or depth, depth)
+    shares = np.linspace(min(FIRST_LAYER, last / depth), last / depth, LAYERS)
+    return tuple(sorted({max(round(share * depth), 1) - 1 for share in shares}))
 
 
 class Lessons(NamedTuple):
@@ -133,7 +135,7 @@ def _fit(
             require_shares(inputs.labels, "fit")
             collected = _questions(inputs)
             depth = inputs.opened.files.config.get_text_config().num_hidden_layers
-            layers = observed_layers(depth)
+            layers = observed_layers(depth, settings.fitting.most_layers)
             if earlier is not None:
                 layers = tuple(sorted({each.layer - 1 for each in earlier.heads}))
             step("loading the model")
@@ -141,9 +143,7 @@ def _fit(
             stack.callback(loaded.close)
             scorer = make_scorer(inputs, parts, loaded)
         progress = stack.enter_context(
-            Progress(
-                inputs.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet
-            )
+            Progress(inputs.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet)
         )
         for window in inputs.windows():
             inputs.labels.check(window)
@@ -164,19 +164,24 @@ def _fit(
         )
         if earlier is not None:
             _require_same(earlier, about, settings)
-        fitted = {
-            part: _solved(own, inputs, part, layers, earlier)
-            for part, own in sorted(collected.items())
-        }
+        fitted = {part: _solved(own, inputs, part, layers, earlier) for part, own in sorted(collected.items())}
         kept = [each for each in fitted.values() if each.better or settings.fitting.keep_worse]
         if not settings.run.quiet:
             _print(fitted.values(), depth, stderr_console(WIDTH))
         if kept:
-            others = [] if earlier is None else [
-                each for each in earlier.heads if each.question not in {own.head.question for own in fitted.values()}
-            ]
+            others = (
+                []
+                if earlier is None
+                else [
+                    each
+                    for each in earlier.heads
+                    if each.question not in {own.head.question for own in fitted.values()}
+                ]
+            )
             heads = (*others, *(each.head for each in kept))
-            written = HeadFile(**{name: getattr(about, name) for name in ("model", "layers", "dtype", "compute")}, heads=heads)
+            written = HeadFile(
+                **{name: getattr(about, name) for name in ("model", "layers", "dtype", "compute")}, heads=heads
+            )
             try:
                 write_sealed(output, written.to_json())
             except OSError as error:
@@ -233,8 +238,9 @@ def _collect(
         truths[part] = values
     wanted: list[tuple[Prompt, int]] = []
     for prompt in window.prompts:
-        if (own := collected.get(prompt.part)) is None:
+        if prompt.part not in collected:
             continue
+        own = collected[prompt.part]
         value = truths[prompt.part][window.place(prompt.row)]
         number = None if is_blank(value) else own.plan.number_of(value)
         if number is not None:
@@ -286,9 +292,7 @@ def _require_same(earlier: HeadFile, about: HeadFile, settings: FitSettings) -> 
             )
 
 
-def _solved(
-    own: Collected, inputs: Inputs, part: int, layers: Sequence[int], earlier: HeadFile | None
-) -> Fitted:
+def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], earlier: HeadFile | None) -> Fitted:
     # The head of a question. Raises UsageError for rows that teach nothing.
     labels: Labels = inputs.labels.asked[part]
     plan, name = own.plan, labels.question.name

@@ -3,7 +3,7 @@ on rows that chose nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -13,7 +13,7 @@ from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import fit_platt
 from prefillcli.reading.heads.head import Quality, moments
 from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
-from prefillcli.stats.evaluation import brier_losses, expected_calibration_error, log_losses
+from prefillcli.stats.evaluation import expected_calibration_error, log_losses
 from prefillcli.stats.labels import label_probabilities, log_shares_of
 from prefillcli.stats.ridge import Ridge, ridge
 
@@ -110,7 +110,8 @@ class Rival(NamedTuple):
     probabilities: Float64Array
 
 
-OWN, CALIBRATED, COMMONEST, WORDS = "the model's own answer", "the same, calibrated", "the commonest answer", "words alone"
+COMMONEST, WORDS = "the commonest answer", "words alone"
+OWN, CALIBRATED = "the model's own answer", "the same, calibrated"
 
 
 def rivals(own: Float64Array, words: Float32Array, truth: Int64Array, answers: int, seed: int = 0) -> list[Rival]:
