@@ -86,6 +86,10 @@ def _fits_apart(settings: Any) -> bool:
     )
 
 
+def _no_head_file(settings: Any) -> bool:
+    return settings.lm.head_file is None
+
+
 # Options that score some rows of a job apart from the others.
 _APART = ("--shard", "--since", "--retry-errors")
 _EXITS = ("--exit", "--first", "--compute")
@@ -264,6 +268,38 @@ REFUSED: tuple[Refused, ...] = (
         "--rationale",
         "the text written for a row is not bitwise reproducible across row positions",
         "leave one of them out; --evidence is covered",
+    ),
+    # Heads of one's own.
+    *_refused(
+        "--head",
+        ("--exit", "--first", "--exit-profile", "--estimate"),
+        "exits and first models learn from the model's own answers, and a head answers instead",
+        unless=_no_head_file,
+    ),
+    *_refused(
+        "--head",
+        ("--draft self", "--keep auto"),
+        "it is fitted to what the model reads, and that choice is made by layers or answers that it does without",
+        "give a draft and a rate",
+        unless=_no_head_file,
+    ),
+    *_refused(
+        "--head",
+        "--rationale",
+        "the layers that write are above it, and are not read",
+        unless=_no_head_file,
+    ),
+    *_refused(
+        "--head",
+        ("--calibrate-with", "--label-norm", "--label-end", "--min-label-mass"),
+        "its probabilities are fitted to right answers, and are not those of words",
+        unless=_no_head_file,
+    ),
+    *_refused(
+        "--head",
+        ("--target-column", "--choices-column"),
+        "it answers questions whose answers all rows share",
+        unless=_no_head_file,
     ),
     # Further questions.
     *_refused(

@@ -200,7 +200,7 @@ class ScoreSettings(JobSettings):
             needed = details_of(type(self), name).needs
             if needed and self.value(name) != field.default:
                 found[name] = needed
-        return found
+        return found | ({} if self.lm.head_file is None else {"head": "exits"})
 
 
 class ShownOptions(Options):

@@ -48,7 +48,7 @@ class ScorerOptions(TypedDict, total=False):
     trust_remote_code: bool
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    head: Literal["auto", "vocabulary", "probability", "value"]
+    head: str
     layout: Literal["auto", "generic"]
     threads: int | Literal["auto"]
     adapter: StrPath | Sequence[str] | Mapping[str, StrPath]

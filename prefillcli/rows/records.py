@@ -329,6 +329,11 @@ def head_method(reading: str) -> str:
     return HEAD if reading == FULL else reading + _BY_HEAD
 
 
+def by_head(method: str) -> bool:
+    """Return whether a head has answered a row of this method."""
+    return method == HEAD or method.endswith(_BY_HEAD)
+
+
 def reading_method(method: str) -> str:
     """Return how a row's prompt was read, whether or not the row left early, and whoever answered."""
     return FULL if method in (EARLY_EXIT, HEAD) else method.removesuffix(_LEFT).removesuffix(_BY_HEAD)

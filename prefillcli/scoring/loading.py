@@ -86,8 +86,8 @@ def load_models(
 
 def open_models(settings: JobSettings, dtypes: Sequence[str] = (), read_layers: int | None = None) -> Opened:
     """Open the models of these settings, with their adapters. `dtypes` are those that are chosen already, and
-    `read_layers` the layers of the model that are read (None: all). Raises as `Loader`, and UsageError for adapters that
-    do not fit."""
+    `read_layers` the number of the model's layers that are read (None: all). Raises as `Loader`, and UsageError for
+    adapters that do not fit."""
     opened, own = loader_of(settings.engine.engine).open_models(settings, dtypes), settings.adapters
     if read_layers is not None:
         opened = replace(opened, files=replace(opened.files, read_layers=read_layers))

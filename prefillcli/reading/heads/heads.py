@@ -285,7 +285,7 @@ class Heads(Reading, Judge):
         both = {part: moments(np.concatenate(own)) for part, own in found.items()}
         return {
             "rows": len({request.prompt.row for request in requests}),
-            "moments": {part: [each.tolist() for each in own] for part, own in both.items()},
+            "moments": {str(part): [each.tolist() for each in own] for part, own in both.items()},
         }
 
     def ended(self, run: Run) -> None:

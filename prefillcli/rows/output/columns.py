@@ -21,6 +21,7 @@ from prefillcli.rows.records import (
     RowError,
     ScoredRow,
     Window,
+    by_head,
 )
 from prefillcli.stats.acceptance import doubtful
 from prefillcli.stats.arrays import Float64Array, Int64Array
@@ -318,10 +319,11 @@ def _of_result(name: str) -> Callable[[_Rows], ObjectArray]:
     return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
 
 
-def _full_only(rows: AnswerRows, values: npt.NDArray[Any]) -> ObjectArray:
-    # Values over the whole vocabulary [scored, ...], for every row [rows, ...]; None where a row left early.
+def _full_only(rows: AnswerRows, values: npt.NDArray[Any], *, heads: bool = False) -> ObjectArray:
+    # Values over the whole vocabulary [scored, ...], for every row [rows, ...]; None where a row left early. Answers
+    # of `heads` are all that there is, and may count as whole.
     spread = rows.of_scored(values)
-    left = [each.exit_layer is not None for each in rows.scored]
+    left = [each.exit_layer is not None and not (heads and by_head(each.method)) for each in rows.scored]
     spread[rows.places[np.array(left, np.bool_)]] = None
     return spread
 
@@ -477,7 +479,7 @@ COLUMNS = (
     Column(
         "logprob_<label>",
         pa.float64(),
-        lambda rows: _full_only(rows, rows.logprobs),
+        lambda rows: _full_only(rows, rows.logprobs, heads=True),
         measures=(Measure.SHARES, Measure.CHANCES),
         part="label",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from rich.console import Console
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.request import Request, plan_requests, thinning_of
 from prefillcli.core.scorer import ModelScorer
-from prefillcli.engines.base import EarlyExits, Treatment
+from prefillcli.engines.base import Answer, EarlyExits, Readings, Treatment
 from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.truth import Mistakes, TruthPlan, is_blank
 from prefillcli.models.open import dtype_name
@@ -36,7 +37,7 @@ from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import load_here, make_scorer
 from prefillcli.scoring.shell import Ended, shell
-from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
 from prefillcli.tools.fit.solve import COMMONEST, OWN, WORDS, Rival, Solution, chance_of, quality, rivals, solve
 
 LEAST_ROWS = 30  # with a right answer, of a question
@@ -47,8 +48,8 @@ DEFAULT = "fitted.head"
 
 
 def observed_layers(depth: int, most: int | None = None) -> tuple[int, ...]:
-    """Return the layers whose hidden states are kept, counted from 0: some eight of a model with this depth, up to that
-    with the number `most`."""
+    """Return the layers whose hidden states are kept, counted from 0: some eight of a model with this depth, up to
+    that with the number `most`."""
     last = min(most or depth, depth)
     shares = np.linspace(min(FIRST_LAYER, last / depth), last / depth, LAYERS)
     return tuple(sorted({max(round(share * depth), 1) - 1 for share in shares}))
@@ -209,7 +210,8 @@ def _questions(inputs: Inputs) -> dict[int, Collected]:
     names = [each.question.name for each in labels.asked]
     if len(set(names)) < len(names):
         raise UsageError(
-            "a question is asked in several orders or prompts, and a head knows one\nask it once, without swap or orders"
+            "a question is asked in several orders or prompts, and a head knows one\n"
+            "ask it once, without swap or orders"
         )
     found: dict[int, Collected] = {}
     for name, column in truth_by_question(inputs.settings.truth.columns, names).items():
@@ -259,26 +261,26 @@ def _collect(
         collected[requests[number].prompt.part].left_out["that do not fit the memory"] += 1
     plan = plan_requests(asked, scorer.pool.limits)
     treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(asked))))
+    found: dict[int, Answer] = {}
     for answers in scorer.pool.answer_all(plan.packs, lambda i: asked[i].prompt.labels, tick, treatment):
-        for answer in answers:
-            prompt, number = asked[answer.prompt].prompt, wanted[able[answer.prompt]][1]
-            own = collected[prompt.part]
-            states = [each.hidden[0] for each in answer.readings]
-            if answer.failure is not None:
-                own.left_out["that do not fit the memory"] += 1
-            elif not all(np.isfinite(each).all() for each in states):
-                own.left_out["whose hidden states are not finite"] += 1
-            else:
-                own.hidden.append(states)
-                own.own.append(np.log(np.maximum(prompt.labels.shares(answer.logprobs, 1.0), 1e-300)))
-                own.words.append(hashed_words(prompt.tokens))
-                own.truth.append(number)
-                own.prompts.append(_digest(prompt))
+        found |= {answer.prompt: answer for answer in answers}
+    for at, request in enumerate(asked):  # in the order of the input, whatever packs they were in
+        prompt, number, answer = request.prompt, wanted[able[at]][1], found[at]
+        own = collected[prompt.part]
+        states = [each.hidden[0] for each in answer.readings]
+        if answer.failure is not None:
+            own.left_out["that do not fit the memory"] += 1
+        elif not all(np.isfinite(each).all() for each in states):
+            own.left_out["whose hidden states are not finite"] += 1
+        else:
+            own.hidden.append(states)
+            own.own.append(np.log(np.maximum(prompt.labels.shares(answer.logprobs, 1.0), 1e-300)))
+            own.words.append(hashed_words(prompt.tokens))
+            own.truth.append(number)
+            own.prompts.append(_digest(prompt))
 
 
 def _digest(prompt: Prompt) -> int:
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(prompt.tokens.tobytes()).digest()[:8], "little", signed=True)
 
 
@@ -334,9 +336,7 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
     return Fitted(head, given, shown, lessons.truth, better, reason)
 
 
-def _readings(hidden: Any) -> Any:
-    from prefillcli.engines.base import Readings
-
+def _readings(hidden: Float32Array) -> Readings:
     none = np.full((len(hidden), 1), np.nan)
     return Readings(hidden, none, none)
 
@@ -389,10 +389,9 @@ def _print(fitted: Any, depth: int, console: Console) -> None:
     for each in fitted:
         head = each.head
         title = f"{head.question}: " if head.question else ""
-        counts = Counter(head.labels[at] for at in head.truth.tolist())
-        console.print(
-            f"{title}{counted(len(head.truth), 'row')} ({', '.join(f'{n:,} {name}' for name, n in counts.most_common())})"
-        )
+        counts = Counter(head.labels[at] for at in head.truth.tolist()).most_common()
+        by_answer = ", ".join(f"{rows:,} {name}" for name, rows in counts)
+        console.print(f"{title}{counted(len(head.truth), 'row')} ({by_answer})")
         table = [["held-out rows", "right", "log loss", "Brier", "ECE", "by chance", "layers"]]
         for rival in each.rivals:
             own = head.held_out[rival.name]

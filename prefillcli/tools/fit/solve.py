@@ -1,5 +1,5 @@
-"""Ridge heads in closed form: one for each layer, of which cross-validation chooses one, and how good their answers are
-on rows that chose nothing."""
+"""Ridge heads in closed form: one for each layer, of which cross-validation chooses one, and how good their answers
+are on rows that chose nothing."""
 
 from __future__ import annotations
 
