@@ -27,6 +27,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.judging import CONTENT, ProbabilityOptions
 from prefillcli.options.settings import JobSettings
+from prefillcli.plan.behind import AnsweringHead
 from prefillcli.prompts.builder import PromptBuilder, RawPrompt
 from prefillcli.prompts.encoding import Marks, NotLiteral, not_literal
 from prefillcli.prompts.labels import Following, LabelError, Labels
@@ -37,6 +38,7 @@ from prefillcli.prompts.templates import LayoutTemplate, RowTemplate
 from prefillcli.rows.output.batches import BARE, Responses
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.destination import FORMAT
+from prefillcli.rows.proof import hash_value
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window
 from prefillcli.rows.values import brief_json
 from prefillcli.stats.labels import Measure
@@ -206,6 +208,9 @@ class QuestionChoices(RowChoices):
     def __init__(self, tokenizer: Any, settings: JobSettings) -> None:
         super().__init__(tokenizer, settings, ANSWERS)
         self.question = Question(answers=(Label("decision"),))
+        self.heads: dict[str, tuple[int, AnsweringHead]] = {}
+        """What answers questions instead of the model, with the number of answers: by the digest of all words around a
+        row's text, or by the name of the question."""
 
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
@@ -296,9 +301,28 @@ class DecisionBuilder(PromptBuilder):
         for number, error in sorted(wrongs.items()):
             row, _, name, _ = asked[number]
             errors.setdefault(row, error.of_question(name))
+        if isinstance(labels, QuestionChoices) and labels.heads:
+            names = [name for _, _, name, _ in asked]
+            self._answer_by_heads(prompts, labels, columns[QUESTION], columns[ANSWERS], names)
         for prompt in prompts:
             prompt.row, prompt.part, prompt.question, prompt.empty = asked[prompt.row]
         return [prompt for prompt in prompts if prompt.row not in errors], errors
+
+    def _answer_by_heads(
+        self,
+        prompts: Sequence[Prompt],
+        labels: QuestionChoices,
+        said: Sequence[Any],
+        answers: Sequence[Readout],
+        names: Sequence[str],
+    ) -> None:
+        # Let heads answer the questions that they were fitted to. The prompts' rows are places in the other lists.
+        for prompt in prompts:
+            at = prompt.row
+            found = labels.heads.get(hash_value(self.words(said[at]))) or labels.heads.get(names[at])
+            read = answers[at]
+            if found is not None and found[0] == len(read.weights[0] if read.weights else read.labels):
+                prompt.labels = prompt.labels.answered_by(found[1], found[0])
 
     def _form(self, request: DecisionRequest, question: Question, order: Order) -> tuple[Question, Any, Any, Readout]:
         # A question, with its document, what is said of it, and the labels that answer it; their names have no part in

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DTYPES = "dtypes"
 """The entry of a plan with the number formats of the models, in which every attempt at a job computes."""
-KEPT = (DTYPES, "keep", "keep_auto", "content_free", "exits")
+KEPT = (DTYPES, "keep", "keep_auto", "content_free", "exits", "heads")
 """The entries of a plan that stay when the models of a job are loaded again."""
 
 

@@ -295,6 +295,7 @@ REFUSED: tuple[Refused, ...] = (
         "its probabilities are fitted to right answers, and are not those of words",
         unless=_no_head_file,
     ),
+    *_refused("--head", "--orders", "a head knows one order of the options", unless=_no_head_file),
     *_refused(
         "--head",
         ("--target-column", "--choices-column"),

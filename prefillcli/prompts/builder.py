@@ -149,14 +149,16 @@ class PromptBuilder:
         parts = [self.column, settings.max_length, settings.on_long, self.max_row_bytes, settings.empty_text]
         return hashlib.sha256(json.dumps([*parts, *self.words()]).encode()).hexdigest()
 
-    def words(self) -> list[Any]:
-        """Return everything that stands around a row's own text in its prompt, for JSON."""
-        settings = self.settings
+    def words(self, question: Any = None) -> list[Any]:
+        """Return everything that stands around a row's own text in its prompt, for JSON; with a `question` of the row,
+        as a prompt has it, that instead of the builder's own."""
+        settings, laid_out = self.settings, self.settings.laid_out
+        asked = (question or settings.question) if laid_out is None else None
         parts: list[Any] = [self.template and self.template.text, self.chat, settings.system, settings.literal]
-        parts += [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
+        parts += [settings.pair_column, self._chat_identity(), asked, settings.question_end]
         parts += [self._instructions.text if self._instructions else None]
-        if settings.laid_out is not None:
-            parts += [settings.laid_out.layout.to_json(), settings.laid_out.values]
+        if laid_out is not None:
+            parts += [laid_out.layout.to_json(), question or laid_out.values]
         return parts
 
     def _chat_identity(self) -> list[Any]:

@@ -300,6 +300,8 @@ class ScoreJob:
             sink.finish(count)
         if parts.exits is not None:
             parts.exits.finished(run)
+        if parts.heads is not None:
+            parts.heads.finished(run)
 
     def _estimate(self, opened: ExitStack, scorer: ModelScorer | None) -> None:
         # Make the estimate of an output that is complete. First models guess at the rows that were not read.

@@ -438,9 +438,39 @@ def test_a_scorer_in_python_answers_by_heads(deep: Path, fitted: Path) -> None:
     assert [row["score"] for row in found.to_pylist()] == pytest.approx(wanted, abs=TOLERANCE)
 
 
-def test_requests_are_refused(deep: Path, fitted: Path) -> None:
-    line = {"state": "a fox", "questions": {"q": {"type": "noul", "instructions": "Is it?"}}}
-    refused(score(write_jsonl("in.jsonl", [line]), "out.jsonl", model=deep, head=fitted), "--head")
+@pytest.mark.parametrize("known", ["fox", "fox,kind"])
+def test_requests_with_the_same_questions_are_answered_by_heads(deep: Path, known: str) -> None:
+    Path("asked.json").write_text(json.dumps({"questions": QUESTIONS}))
+    truth = {"fox": "fox=is_fox", "fox,kind": "fox=is_fox,kind=kind"}[known]
+    fit(as_documents(rows(60)), model=deep, questions="asked.json", truth=truth)
+    asked = as_documents(rows(6, seed=1))
+    score(write_parquet("in.parquet", **asked), model=deep, questions="asked.json", head="a.head")
+    questions = {
+        "fox": {"type": "noul", "instructions": QUESTIONS[0]["instructions"]},
+        "kind": {"type": "choice", "instructions": QUESTIONS[1]["instructions"], "criteria": dict.fromkeys(KINDS)},
+    }
+    lines = [{"state": text, "questions": questions} for text in asked["document"]]
+    assert score(write_jsonl("in.jsonl", lines), "out.jsonl", model=deep, head="a.head")["exit_code"] == 0
+    for row, line in zip(read_output("out.parquet"), read_output("out.jsonl"), strict=True):
+        answers = line["response"]["body"]["answers"]
+        assert answers["fox"]["noul"] == pytest.approx(row["fox"], abs=TOLERANCE)
+        assert answers["kind"]["probabilities"] == pytest.approx(row["kind.probabilities"], abs=TOLERANCE)
+    compared = {name: own["compared"] for name, own in read_report("out.run.json")["heads"]["questions"].items()}
+    assert compared == dict.fromkeys(known.split(","), 6)
+
+
+def test_other_words_in_requests_are_answered_by_the_model(deep: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("asked.json").write_text(json.dumps({"questions": QUESTIONS[:1]}))
+    fit(as_documents(rows(60)), model=deep, questions="asked.json", truth="fox=is_fox")
+    line = {"state": "a fox", "questions": {"fox": {"type": "noul", "instructions": "Is there a fox?"}}}
+    source = write_jsonl("in.jsonl", [line])
+    score(source, "own.jsonl", model=deep)
+    score(source, "out.jsonl", model=deep, head="a.head")
+    own, found = (read_output(path)[0]["response"]["body"]["answers"]["fox"] for path in ("own.jsonl", "out.jsonl"))
+    assert found == own
+    assert "no question" in capfd.readouterr().err
+    score(source, "any.jsonl", model=deep, head="a.head", any_wording=True)
+    assert read_output("any.jsonl")[0]["response"]["body"]["answers"]["fox"] != own
 
 
 def test_a_file_is_the_same_for_the_same_rows(deep: Path) -> None:

@@ -25,6 +25,8 @@ from prefillcli.stats.arrays import Float32Array, Float64Array
 
 SCHEMA_VERSION: Final = 1
 _AGAIN = "make it with prefill fit"
+HEAD: Final = "the head"
+"""Its name among those whose answers are compared (`FittedHead.held_out`)."""
 
 
 def _read_numbers(value: Any) -> Any:

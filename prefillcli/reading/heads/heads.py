@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefillcli.asking.decisions import QuestionChoices
 from prefillcli.core.request import Request, answer_requests
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.engines.base import PLAIN, EarlyExits, Treatment
@@ -17,7 +19,7 @@ from prefillcli.models.open import dtype_name
 from prefillcli.models.shape import VERIFIED
 from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.reading.exits.full_rows import FullRows
-from prefillcli.reading.heads.head import FittedHead, HeadFile, HeadRule, head_file_at, moments
+from prefillcli.reading.heads.head import HEAD, FittedHead, HeadFile, HeadRule, head_file_at, moments
 from prefillcli.reading.heads.use import HeadUse, QuestionHead
 from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 
     Read = Callable[..., tuple[list[Request], int]]
 
-ANY_WORDING = "any_wording"
 _FIT = "fit one for this job with prefill fit"
 
 
@@ -90,26 +91,27 @@ class Heads(Reading, Judge):
         self.groups = added({"audit": settings.flips.audit})
         self.shown = f"--head {without_secrets(path)}"
         self.file: HeadFile = head_file_at(path)
-        self.by_part: dict[int, FittedHead] = {}
-        """By the prompt of a row (`Prompt.part`); other prompts are answered by the model."""
-        self._alone = False
+        self._by_part: dict[int, FittedHead] = {}  # by the prompt of a row (`Prompt.part`); none for requests
+        self._answering: dict[str, tuple[FittedHead, HeadRule]] = {}  # by the digest of their rules
+        self._alone = False  # whether they answer all questions, and the model none
         self._loaded = self.file.layers
-        self._adapted: dict[int, HeadRule] = {}
+        self._features: dict[str, Features] = {}  # by the digest of a rule
+        self._adapted: dict[str, HeadRule] = {}
         self._adapted_rows = 0
-        self._features: dict[int, Features] = {}
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("head")
         return {"head": hash_value([[each.question, each.rule().digest] for each in self.file.heads])}
 
     def check(self, rows: OpenRows, labels: Labels, schema: OutputSchema) -> None:
-        self._of_parts(labels)
+        if not isinstance(labels, QuestionChoices):
+            self._of_parts(labels)
 
     def _of_parts(self, labels: Labels) -> dict[int, FittedHead]:
         # The heads by the prompts that they answer. Raises UsageError where they are for other questions.
         heads, asked = self.file.by_question, [each.question for each in labels.asked]
         names = [each.name for each in asked]
-        if labels.measure not in (Measure.SHARES,):
+        if labels.measure is not Measure.SHARES:
             raise UsageError(f"{self.shown}: it answers questions whose answers all rows share\n{_FIT}")
         found = {}
         for part, (name, question) in enumerate(zip(names, asked, strict=True)):
@@ -146,28 +148,46 @@ class Heads(Reading, Judge):
                 f"{self.shown}: {files.origin} has a classification head of its own, and this one is for the hidden "
                 "states of a causal language model\nread the model's own head, or take another model"
             )
-        self.by_part = self._of_parts(labels)
+        if isinstance(labels, QuestionChoices):
+            self._take_requests(labels)
+            return opened
+        self._by_part = self._of_parts(labels)
         audited = bool(settings.flips.audit)
-        alone = len(self.by_part) == len(labels.asked) and not audited
-        deepest = max(each.layer for each in self.by_part.values())
-        self._features = {part: Features(head.rule()) for part, head in self.by_part.items()}
-        for part, head in self.by_part.items():
+        self._alone = len(self._by_part) == len(labels.asked) and not audited
+        for part, head in self._by_part.items():
             own = labels.asked[part]
             if audited and own.question.readout is not None:
                 raise UsageError(
                     f"--audit: in the model's own layout the question {own.question.name} asks for something else "
                     "than its answers, which a head does not\nleave it out"
                 )
-            rule = head.rule()
-            own.head, own.audited = replace(rule, peek=alone and head.layer == deepest), audited
-        left = [each.question.name for part, each in enumerate(labels.asked) if part not in self.by_part]
+            own.head, own.audited = self._rule(head), audited
+        left = [each.question.name for part, each in enumerate(labels.asked) if part not in self._by_part]
         if left and not settings.run.quiet:
             log.info(f"{self.shown}: no head for {', '.join(left)}: answered by the model itself, through all layers")
-        self._alone = alone
-        if not alone or deepest >= self.file.layers or files.family not in VERIFIED:
+        if not self._alone or self._deepest >= self.file.layers or files.family not in VERIFIED:
             return opened
-        self._loaded = deepest
-        return replace(opened, files=replace(files, read_layers=deepest))
+        self._loaded = self._deepest
+        return replace(opened, files=replace(files, read_layers=self._loaded))
+
+    def _take_requests(self, labels: QuestionChoices) -> None:
+        # Which questions there are is not known before the rows are: those that heads know are answered by them.
+        any_wording = self._settings.heads.any_wording
+        labels.heads = {
+            head.question if any_wording else head.wording: (len(head.labels), self._rule(head))
+            for head in self.file.heads
+        }
+
+    def _rule(self, head: FittedHead) -> HeadRule:
+        rule = replace(head.rule(), peek=self._alone and head.layer == self._deepest)
+        self._answering[rule.digest] = head, rule
+        self._features[rule.digest] = Features(rule)
+        return rule
+
+    @property
+    def _deepest(self) -> int:
+        # The layers that the answers of the heads need.
+        return max(each.layer for each in self._by_part.values() or self.file.heads)
 
     def require_fitting(self, inputs: Inputs, digests: Mapping[str, str]) -> None:
         """Raise UsageError for heads of another model, by the `digests` of the job's fingerprint, another wording or
@@ -190,14 +210,14 @@ class Heads(Reading, Judge):
                     f"{self.shown}: it was fitted in {fitted or 'full precision'}, and this job computes in "
                     f"{own or 'full precision'} ({what})\n"
                     + (f"give {option} {fitted}" if fitted else f"leave {option} out")
-                    + f", or --set {ANY_WORDING}=true to take it as it is"
+                    + ", or --set any_wording=true to take it as it is"
                 )
-        for part, head in self.by_part.items():
+        for part, head in self._by_part.items():
             if head.wording != wording_of(inputs.builder, inputs.labels, part):
                 name = f" of the question {head.question}" if head.question else ""
                 raise UsageError(
                     f"{self.shown}: the words around a row's text{name} are not those that it was fitted to\n"
-                    f"ask with the same question, template and chat options, give --set {ANY_WORDING}=true to take it "
+                    "ask with the same question, template and chat options, give --set any_wording=true to take it "
                     f"as it is, or {_FIT}"
                 )
 
@@ -209,18 +229,15 @@ class Heads(Reading, Judge):
 
     def treatment(self, requests: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
         """See `Leaving`. What the first rows' heads have read is shown."""
-        parts = {request.prompt.part for request in requests.values()}
-        shown = any(part in parts and own.rows < COMPARED_ROWS for part, own in self._features.items())
+        known = (self._features.get(digest) for digest in {_digest(request) for request in requests.values()})
+        shown = not self._adapted and any(own is not None and own.rows < COMPARED_ROWS for own in known)
         return Treatment(EarlyExits(in_full=in_full, shown=shown)) if shown or in_full else PLAIN
 
     def answered(self, pack: Pack, answers: Sequence[Answer], requests: Sequence[Request]) -> None:
         """Compare what heads have read with their fit."""
-        found: dict[int, list[Float32Array]] = {}
-        for answer in answers:
-            if (part := requests[answer.prompt].prompt.part) in self._features and answer.readings:
-                found.setdefault(part, []).append(answer.readings[-1].hidden)
-        for part, own in found.items():
-            self._features[part].add(np.concatenate(own))
+        for digest, states in _by_head((requests[each.prompt], each) for each in answers if each.readings).items():
+            if digest in self._features:
+                self._features[digest].add(states)
 
     def reading(self, read: Read | None) -> Read | None:
         """Return how prompts are read where heads are adapted, by how they are read otherwise."""
@@ -238,59 +255,65 @@ class Heads(Reading, Judge):
         return adapted
 
     def _by_adapted(self, request: Request) -> Request:
-        rule = self._adapted.get(request.prompt.part)
+        rule, prompt = self._adapted.get(_digest(request)), request.prompt
         if rule is None:
             return request
-        prompt = request.prompt
         return replace(request, prompt=replace(prompt, labels=replace(prompt.labels, head=rule)))
 
     def learn(self, run: Run, scorer: ModelScorer) -> None:
         """With `--adapt`, take mean and scale of the features of some rows, or those that an earlier attempt took."""
         if not self._settings.heads.adapt:
             return
-        sink = run.sink
+        sink, kept = run.sink, None
         if LEDGER in sink.settled:
-            kept = json.loads(sink.work.read_bytes(FILE))
-        else:
+            with suppress(FileNotFoundError, ValueError):
+                kept = json.loads(sink.work.read_bytes(FILE))
+        if kept is None:
             kept = self._moments(run, scorer)
             sink.work.put_bytes(FILE, json.dumps(kept).encode())
             sink.settle(sink.settled | {LEDGER: {"rows": kept["rows"]}})
         self._adapted_rows = kept["rows"]
-        for part in self.by_part:
-            mean, scale = (np.array(each) for each in kept["moments"][str(part)])
-            rule = scorer.inputs.labels.asked[part].head
-            self._adapted[part] = replace(cast("HeadRule", rule), mean=mean, scale=scale)
+        for digest, (_, rule) in self._answering.items():
+            if digest in kept["moments"]:
+                mean, scale = (np.array(each) for each in kept["moments"][digest])
+                self._adapted[digest] = replace(rule, mean=mean, scale=scale)
 
     def _moments(self, run: Run, scorer: ModelScorer) -> dict[str, Any]:
         # The mean and scale of what each head reads in random rows of the job.
         rows = FullRows(run, scorer)
         numbers = rows.numbers()
-        drawn = numbers[np.random.default_rng(_SEED).permutation(len(numbers))[:ADAPTED_ROWS]]
-        prompts = [each for batch in rows.prompts(np.sort(drawn)) for each in batch if each.part in self.by_part]
+        drawn = np.sort(numbers[np.random.default_rng(_SEED).permutation(len(numbers))[:ADAPTED_ROWS]])
+        prompts = [each for batch in rows.prompts(drawn) for each in batch if each.labels.head is not None]
         if not run.settings.run.quiet:
             log.info(f"{counted(len(drawn), 'row')} are read first, to adapt heads to (--adapt)")
-        requests = [
-            each for each in scorer.requests(prompts, run.tick)[0] if each.size <= scorer.pool.limits.max_tokens
-        ]
+        asked, _ = scorer.requests(prompts, run.tick)
+        requests = [each for each in asked if each.size <= scorer.pool.limits.max_tokens]
         answers = answer_requests(scorer.pool, requests, run.tick, Treatment(EarlyExits(shown=True)))
-        found: dict[int, list[Float32Array]] = {}
-        for request, answer in zip(requests, answers, strict=True):
-            found.setdefault(request.prompt.part, []).append(answer.readings[-1].hidden)
-            run.tokens.computed += answer.computed_tokens
-        if least := [part for part in self.by_part if len(found.get(part, [])) < LEAST_ADAPTED]:
+        run.tokens.computed += sum(each.computed_tokens for each in answers)
+        states = _by_head(zip(requests, answers, strict=True))
+        least = min((len(own) for own in states.values()), default=0)
+        if least < LEAST_ADAPTED:
             raise UsageError(
-                f"--adapt: {counted(len(found.get(least[0], [])), 'row')} can be read, and {LEAST_ADAPTED} are needed "
-                "to know their mean and scale\nleave it out"
+                f"--adapt: {counted(least, 'row')} can be read, and {LEAST_ADAPTED} are needed to know their mean and "
+                "scale\nleave it out"
             )
-        both = {part: moments(np.concatenate(own)) for part, own in found.items()}
         return {
             "rows": len({request.prompt.row for request in requests}),
-            "moments": {str(part): [each.tolist() for each in own] for part, own in both.items()},
+            "moments": {digest: [each.tolist() for each in moments(own)] for digest, own in states.items()},
         }
+
+    def finished(self, run: Run) -> None:
+        """Remove what was kept for a resumed job, once all rows are written."""
+        run.sink.work.delete(FILE)
 
     def ended(self, run: Run) -> None:
         use = self._use()
         run.report.add(use)
+        if not self._by_part and not any(own.compared for own in use.questions.values()):
+            log.warning(
+                f"{self.shown}: no question of the requests of this run has the words that a head was fitted to: the "
+                "model itself has answered"
+            )
         for name, shift in use.shifted.items():
             what = f" of {name}" if name else ""
             log.warning(
@@ -300,13 +323,13 @@ class Heads(Reading, Judge):
             )
 
     def reported(self, report: RunReport, reached: Reached) -> None:
-        if reached.sink is not None and self.by_part:
+        if reached.sink is not None:
             report.add(self._use())
 
     def _use(self) -> HeadUse:
         questions = {}
-        for part, head in self.by_part.items():
-            features, held = self._features[part], head.held_out.get("the head")
+        for digest, (head, _) in self._answering.items():
+            features, held = self._features[digest], head.held_out.get(HEAD)
             shift, spread = features.moved(len(head.truth))
             questions[head.question] = QuestionHead(
                 layer=head.layer,
@@ -317,14 +340,26 @@ class Heads(Reading, Judge):
                 spread=spread,
                 adapted=self._adapted_rows,
             )
-        deepest = max(each.layer for each in self.by_part.values())
         return HeadUse(
             file=self.shown.removeprefix("--head "),
             model_layers=self.file.layers,
-            read_layers=deepest if self._alone else self.file.layers,
+            read_layers=self._deepest if self._alone else self.file.layers,
             loaded_layers=self._loaded,
             questions=questions,
         )
+
+
+def _digest(request: Request) -> str:
+    # That of the head that answers a question; empty without one.
+    return "" if (head := request.prompt.labels.head) is None else head.digest
+
+
+def _by_head(answered: Iterable[tuple[Request, Answer]]) -> dict[str, Float32Array]:
+    # What each head has read [rows, hidden], by its digest.
+    found: dict[str, list[Float32Array]] = {}
+    for request, answer in answered:
+        found.setdefault(_digest(request), []).append(answer.readings[-1].hidden)
+    return {digest: np.concatenate(own) for digest, own in found.items() if digest}
 
 
 def wording_of(builder: PromptBuilder, labels: Labels, part: int) -> str:

@@ -24,7 +24,7 @@ from prefillcli.options.commands import FitSettings
 from prefillcli.options.judging import truth_by_question
 from prefillcli.prompts.labels import Labels
 from prefillcli.reading.exits.first import hashed_words
-from prefillcli.reading.heads.head import FittedHead, HeadFile, Quality, head_file_at
+from prefillcli.reading.heads.head import HEAD, FittedHead, HeadFile, Quality, head_file_at
 from prefillcli.reading.heads.heads import model_of, wording_of
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.output.store import write_sealed
@@ -43,7 +43,7 @@ from prefillcli.tools.fit.solve import COMMONEST, OWN, WORDS, Rival, Solution, c
 LEAST_ROWS = 30  # with a right answer, of a question
 LAYERS = 8  # at which hidden states are kept
 FIRST_LAYER = 0.3  # of the model's depth: below, hidden states know little of a text
-HEAD, BEFORE = "the head", "the head before"
+BEFORE = "the head before"
 DEFAULT = "fitted.head"
 
 
