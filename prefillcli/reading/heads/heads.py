@@ -172,11 +172,9 @@ class Heads(Reading, Judge):
 
     def _take_requests(self, labels: QuestionChoices) -> None:
         # Which questions there are is not known before the rows are: those that heads know are answered by them.
-        any_wording = self._settings.heads.any_wording
-        labels.heads = {
-            head.question if any_wording else head.wording: (len(head.labels), self._rule(head))
-            for head in self.file.heads
-        }
+        for head in self.file.heads:
+            known_by = head.question if self._settings.heads.any_wording else head.wording
+            labels.heads[known_by] = len(head.labels), self._rule(head)
 
     def _rule(self, head: FittedHead) -> HeadRule:
         rule = replace(head.rule(), peek=self._alone and head.layer == self._deepest)
