@@ -139,6 +139,7 @@ def test_right_answers_measure_it_on_rows_that_it_was_not_fitted_on() -> None:
     batch, none = found.held_out["batch"], found.held_out["none"]
     assert batch.log_loss == pytest.approx(np.mean(losses), rel=1e-9)
     assert batch.log_loss_spread == pytest.approx(np.std(losses, ddof=1), rel=1e-9)
+    assert batch.rows == none.rows == 200
     assert batch.accuracy == accuracy_score(truth, held.argmax(axis=1))
     assert batch.brier == pytest.approx(np.mean((held[:, 1] - truth) ** 2), rel=1e-9)
     assert none.accuracy == accuracy_score(truth, own.argmax(axis=1))
@@ -173,7 +174,8 @@ def test_an_answer_that_really_is_common_is_warned_of_and_measured() -> None:
     before, after = (line["questions"]["answer"][name] for name in ("before", "after"))
     assert before["accuracy"] == pytest.approx(share)
     assert after["accuracy"] < 0.6
-    assert f"hurts: on held-out rows accuracy falls from {before['accuracy']:.4f} to {after['accuracy']:.4f}" in said
+    falls = f"accuracy falls from {before['accuracy']:.4f} to {after['accuracy']:.4f}"
+    assert f"taking the prior out hurts: on 200 held-out rows {falls}" in said
     assert list(made().held_out) == ["none", "batch"]
     write_parquet("s.parquet", **leaning(200, ("Yes", "No"), bias=[0, 0]))
     assert "really is that common" not in take()[1]

@@ -133,6 +133,7 @@ class HeldOut(_Frozen):
     ece: float  # expected calibration error, of all held-out rows together
     accuracy: float
     auc: float | None
+    rows: int = 0
 
 
 class FittedOn(_Frozen):
@@ -395,6 +396,7 @@ def _held_out(
         ece=found.calibration_error.value,
         accuracy=found.accuracy.value,
         auc=found.auc.value,
+        rows=len(truth),
     )
 
 

@@ -121,7 +121,7 @@ def _warn(question: str, fitted: FittedOn, held_out: dict[str, HeldOut]) -> None
     if after.log_loss > before.log_loss:
         worse.append(f"the log loss rises from {before.log_loss:.4f} to {after.log_loss:.4f}")
     if worse:
-        log.warning(f"{question}taking the prior out hurts: on held-out rows {' and '.join(worse)}")
+        log.warning(f"{question}taking the prior out hurts: on {after.rows:,} held-out rows {' and '.join(worse)}")
 
 
 def print_priors(calibrations: Sequence[Calibration], path: str) -> None:
@@ -139,8 +139,8 @@ def print_priors(calibrations: Sequence[Calibration], path: str) -> None:
     console.print()
     console.print("\n".join(left))
     for each in calibrations:
-        if each.held_out:
-            console.print(f"\n{each.question or ANSWER}: {each.folds} folds of the rows with right answers")
+        if (held := each.held_out.get(_METHOD)) is not None:
+            console.print(f"\n{each.question or ANSWER}: {each.folds} folds of {held.rows:,} rows with right answers")
             console.print(methods_table(each, gap=gap))
     columns = ", ".join(f"{each.question}.calibrated" if each.question else "probability" for each in calibrations)
     console.print(f"\nnext: prefill score ... --calibration {path} adds {columns}")
