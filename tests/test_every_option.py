@@ -62,6 +62,12 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
         "csv_quoting": "none", "since": "before.parquet", "empty_text": "skip",
     }.items()},
     "seed": (1, {"sample": 2}),
+    **{name: (value, {"head": "a.head"}) for name, value in {
+        "adapt": True, "any_wording": True, "max_shift": 0.5,
+    }.items()},
+    "add": ("a.head", {}),
+    "most_layers": (3, {}),
+    "keep_worse": (True, {}),
     "revision": ("v1", {"model": "someone/some-model"}),
     "keep": (0.5, {"draft": DRAFT}),
     "draft_tokenizer": ("same", KEPT),
@@ -123,6 +129,8 @@ OF_COMMAND: dict[tuple[str, str], tuple[Any, Values]] = {
     ("calibrate", "prior"): ("rows", {}),
     ("calibrate", "seed"): (1, {}),
     ("calibrate", "id_column"): ("id", {"truth_from": "in.csv"}),
+    ("fit", "compute"): ("int8", {}),
+    ("fit", "output"): ("b.head", {}),
     ("inspect", "question"): ("late", {"questions": "q.yaml"}),
     ("inspect", "format"): ("openai", {"inputs": "requests.jsonl"}),
     ("inspect", "exit_profile"): ("exits.json", {}),
@@ -138,6 +146,7 @@ LACKING = {
     "engine_options": "vllm",
     "calibration": "no such file\nmake it with prefill calibrate",
     "exit_profile": "no such file",
+    **dict.fromkeys(["adapt", "any_wording", "max_shift"], "no such file\nmake it with prefill fit"),
     **dict.fromkeys(["runner", *(name for name, (_, beside) in OPTIONS.items() if beside == RAY)], "ray"),
 }
 LEAST: dict[str, Values] = {
@@ -148,6 +157,7 @@ LEAST: dict[str, Values] = {
     "merge": {"output": "o.parquet"},
     "doctor": {},
     "calibrate": {"scores": "scores.parquet", "truth": "right"},
+    "fit": {"inputs": "in.csv", "model": MODEL, "prompt_column": "text", "truth": "right"},
 }
 CASES = [(command, name) for command, kind in COMMANDS.items() for name in kind.of_level("first", "more", "rare")]
 
@@ -217,6 +227,8 @@ def open_job(command: str, settings: Any) -> None:
     """Do what the command does before torch is imported."""
     if command == "bench":
         check_bench(settings.with_defaults())
+    elif command == "fit":
+        open_rows(settings, tuple(settings.truth.columns.values()))
     elif command in ("score", "inspect") or (command == "profile" and settings.input.inputs):
         open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
 

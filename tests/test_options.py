@@ -44,6 +44,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "SELF_DRAFT": ({"draft": "self"}, {"draft": None}),
     "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),
     "EXIT": ({"exit": "true"}, {"exit": "false"}),
+    "HEAD": ({"head": "refund.head"}, {"head": None}),
     "EXIT_METHOD": ({"method": "early-exit"}, {"method": "hf"}),
     "FIRST": ({"first": "words"}, {"first": None}),
     "FIRST_METHOD": ({"method": "first"}, {"method": "hf"}),
@@ -88,6 +89,7 @@ LEAST: dict[str, Values] = {
     "merge": {"output": "o.parquet"},
     "calibrate": {"scores": "s.parquet", "truth": "answer"},
     "doctor": {},
+    "fit": {"inputs": ["x.parquet"], "truth": "answer"},
 }
 #: Of these each option takes the first that it can.
 VALUES = (0.5, 5, 100, "5MiB", "text", True, "num_cpus=1", ";")
@@ -296,10 +298,10 @@ def test_a_path_with_a_null_character_is_refused(command: str) -> None:
     for name, field in kind.options().items():
         if details_of(kind, name).path is None:
             continue
-        for value in ("a\0b", ["a\0b"]):  # a list where the option takes one
+        for value in ("a\0b", ["a\0b"], "./a\0b"):  # lists, and paths beside words
             with suppress(ValidationError):
                 kind.model_validate({**LEAST.get(command, {}), name: value})
-                with pytest.raises(UsageError, match=r"'a\\x00b': it holds a null character"):
+                with pytest.raises(UsageError, match=r"a\\x00b': it holds a null character"):
                     load_settings(kind, {**LEAST.get(command, {}), name: value}, environment={})
                 break
         else:
@@ -319,6 +321,7 @@ def test_from_python_every_option_that_changes_a_score_is_taken() -> None:
     taken = {"model", *ScorerOptions.__annotations__, *FileOptions.__annotations__}
     assert taken <= set(ScoreSettings.options())
     of_jobs = {
+        "adapt",
         "compute",
         "exit",
         "first",

@@ -46,7 +46,15 @@ from prefillcli.models.placement import (
     place_weights,
 )
 from prefillcli.models.rehearsal import prove_model
-from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes, plan_quantisation, rehearsal_tolerance
+from prefillcli.models.weights import (
+    WeightsPlan,
+    draft_bytes,
+    layer_bytes,
+    plan_quantisation,
+    plan_resident,
+    rehearsal_tolerance,
+    weight_bytes,
+)
 from prefillcli.runtime import memory
 from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.walk.model_ends import decoder_layers
@@ -466,6 +474,27 @@ class StreamedPlan(WeightsPlan):
             share=self.share,
             trust_remote_code=trust_remote_code,
         )
+
+
+class LowerPlan(WeightsPlan):
+    """The layers that are read are on the device, those above are not loaded (`ModelFiles.read_layers`)."""
+
+    def load(
+        self, files: ModelFiles, device: torch.device, *, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, LayerSource]:
+        return load_lower(files, device, trust_remote_code=trust_remote_code)
+
+
+def plan_lower(opened: Opened, *, draft: bool) -> WeightsPlan:
+    """Plan weights that all stay on the device, without those of layers that are not read wherever a model is read
+    layer by layer. A `draft` must fit beside them. Raises ResourceError where the device certainly has no room."""
+    found, files, device = plan_resident(opened, draft=draft), opened.files, opened.device
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
+    changed = quantisation is not None and quantisation.kept == "packed"  # as a whole, not layer by layer
+    mapped = not weight_bytes(files, device)
+    if files.read_layers is None or mapped or changed or files.part_of is not None or device.type not in _STREAMED_TO:
+        return found
+    return LowerPlan(found.bytes, found.taken)
 
 
 def plan_streamed(

@@ -263,21 +263,10 @@ class WeightsPlan:
         from prefillcli.walk.model_ends import decoder_layers
         from prefillcli.walk.walk import LayerSource
 
-        if files.read_layers is None:
-            return load_model(files, device, trust_remote_code=trust_remote_code), None
-        if weight_bytes(files, device) and may_leave_out(files, device):  # else they are mapped, or changed as a whole
-            from prefillcli.models.streamed_layers import load_lower
-
-            return load_lower(files, device, trust_remote_code=trust_remote_code)
         model = load_model(files, device, trust_remote_code=trust_remote_code)
+        if files.read_layers is None:
+            return model, None
         return model, LayerSource(list(decoder_layers(model).layers)[: files.read_layers])
-
-
-def may_leave_out(files: ModelFiles, device: torch.device) -> bool:
-    """Return whether the upper layers of a model need not be loaded at all: it is read layer by layer then."""
-    quantisation = plan_quantisation(files.origin, files.quantised, device)
-    packed = quantisation is not None and quantisation.kept == "packed"
-    return files.part_of is None and device.type in ("cpu", "cuda") and not packed
 
 
 class _SavedTensor(NamedTuple):

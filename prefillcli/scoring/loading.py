@@ -105,14 +105,13 @@ def plan_weights(layers: LayerOptions, opened: Opened, *, draft: bool = True, sh
     """Return how the weights of the layer walk's model are kept: on the device, or streamed. With `draft` those of the
     draft must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory; others
     take the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
-    from prefillcli.models.streamed_layers import plan_streamed
-    from prefillcli.models.weights import plan_resident
+    from prefillcli.models.streamed_layers import plan_lower, plan_streamed
 
     if layers.weights == "resident":
-        return plan_resident(opened, draft=draft)
+        return plan_lower(opened, draft=draft)
     always = layers.weights == "stream"
     found = plan_streamed(opened, layers.weights_memory, always=always, draft=draft, share=share)
-    return found or plan_resident(opened, draft=draft)
+    return found or plan_lower(opened, draft=draft)
 
 
 def _arithmetic(layers: LayerOptions) -> Arithmetic | None:

@@ -113,7 +113,7 @@ class WindowWork:
         requests: list[Request],
         audited: Sequence[int],
         done: set[int],
-        leaving: Leaving | None,
+        leaving: EarlyReading | None,
         further: FurtherQuestions | None = None,
         *,
         limited: bool = False,
@@ -431,7 +431,7 @@ def follow_up(work: WindowWork, limits: Limits, tick: Callable[[], None] = lambd
     return found
 
 
-class Leaving(Protocol):
+class EarlyReading(Protocol):
     """A reading by which rows are answered before the model's last layer."""
 
     @property
@@ -462,7 +462,7 @@ class ScoringOptions:
     block_tokens: int = 0
     requests: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
-    leaving: Leaving | None = None
+    leaving: EarlyReading | None = None
     further: FurtherQuestions | None = None
     adjust_threads: Callable[[], None] = lambda: None
 

@@ -219,14 +219,14 @@ class Heads(Reading, Judge):
                     f"as it is, or {_FIT}"
                 )
 
-    # While rows are scored: a `Leaving` of the loop.
+    # While rows are scored: an `EarlyReading` of the loop.
 
     def ahead(self, requests: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
         """Return nothing: heads need the model."""
         return {}, 0
 
     def treatment(self, requests: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
-        """See `Leaving`. What the first rows' heads have read is shown."""
+        """See `EarlyReading`. What the first rows' heads have read is shown."""
         known = (self._features.get(digest) for digest in {_digest(request) for request in requests.values()})
         shown = not self._adapted and any(own is not None and own.rows < COMPARED_ROWS for own in known)
         return Treatment(EarlyExits(in_full=in_full, shown=shown)) if shown or in_full else PLAIN
