@@ -1,6 +1,7 @@
 """`python -m benchmarks.exits`: what early exit brings, and what it flips, on rows after those that it was learnt on.
 
-The walk in full and with exits run in turn in one process. Gains are ratios of processor seconds within a round: give
+With `--alone` it is what --max-flips alone brings, by words, int8 and exits, as far as this machine has them. The walk
+in full and with exits run in turn in one process. Gains are ratios of processor seconds within a round: give
 it one thread (OMP_NUM_THREADS=1). Progress goes to stderr, a table and one line of JSON to stdout.
 """
 
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,18 +25,18 @@ from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.core.request import Request, answer_requests, plan_requests
 from prefillcli.core.scorer import ModelScorer
-from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
+from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.requirements import spelled_out
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits.proof import (
-    ExitProof,
-    LearningRows,
-    exit_costs,
-    learning_rows,
-    observed_layers,
-    prove_exits,
-)
-from prefillcli.rows.records import Prompt
+from prefillcli.reading.exits.exits import Exits
+from prefillcli.reading.exits.first import Readers, all_readers_of
+from prefillcli.reading.exits.full_rows import ReadRows, read_first
+from prefillcli.reading.exits.learning import with_first
+from prefillcli.reading.exits.policy import ExitPolicy
+from prefillcli.reading.exits.proof import ExitProof, exit_costs, observed_layers, prove_exits
+from prefillcli.reading.exits.ways import ways_of, ways_text
+from prefillcli.rows.records import BEFORE, Prompt
 from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.scoring.scorer import load_here, make_scorer
 from prefillcli.stats.arrays import Int64Array
@@ -46,6 +48,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     rows: Annotated[int, typer.Option(help="Rows to measure on, at most; 0: all.")] = 0,
+    alone: Annotated[bool, typer.Option(help="All ways that --max-flips alone stands for.")] = False,
 ) -> None:
     """Learn exits on some rows, then score the others in full and with exits."""
     found = {}
@@ -55,34 +58,36 @@ def main(
                 log(f"{name} is left out: {EXIT_CASES[name].model()} is not there; make deep-models trains it")
                 continue
             log(f"{name}: {EXIT_CASES[name].text}")
-            found[name] = measure_case(EXIT_CASES[name], Path(folder), rounds, dtype, rows)
+            found[name] = measure_case(EXIT_CASES[name], Path(folder), rounds, dtype, rows, alone)
     print_table(found)
-    print(json.dumps({"dtype": dtype, "threads": torch.get_num_threads(), "cases": found}))
+    print(json.dumps({"dtype": dtype, "alone": alone, "threads": torch.get_num_threads(), "cases": found}))
 
 
-def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: int) -> dict[str, Any]:
+def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: int, alone: bool) -> dict[str, Any]:
     """What exits bring on one case, as a value for JSON."""
     rows_of, model = str(case.rows(folder)), str(case.model())
     given = {"inputs": (rows_of,), "model": model, "labels": case.labels, "dtype": dtype, "chat": case.chat}
-    settings = ScoreSettings.of(given | {"quiet": True})
+    bound = {"max_flips": min(case.max_flips)} if alone else {"exit": True}
+    settings = ScoreSettings.of(given | bound | {"quiet": True})
     opened, parts = open_rows(settings)
     inputs = open_inputs(opened, parts)
     with inputs.windows(inputs.builder.close) as coming:
         prompts = next(coming).prompts
-    with closing(load_here(inputs.opened, settings, inputs.labels)) as loaded:
+    if alone:
+        ways = ways_of(inputs, len(prompts))
+        log(ways.unable or ways_text(ways, inputs))
+        own = replace(inputs.rows, settings=spelled_out(settings))
+        inputs = replace(inputs, rows=own, opened=replace(inputs.opened, small=ways.small(inputs)))
+    with closing(load_here(inputs.opened, inputs.settings, inputs.labels)) as loaded:
         scorer = make_scorer(inputs, parts, loaded)
+        readers = all_readers_of(scorer) if alone else {}
         learnt, measured = prompts[: case.learnt], prompts[case.learnt :]
         measured = measured[: rows or len(measured)]
         log(f"{len(learnt):,} rows are read in full, to learn")
-        shown = read_in_full(scorer, learnt)
-        calibrations = {most: calibrate(scorer, shown, most) for most in case.max_flips}
-        policies = {most: found.policy for most, found in calibrations.items() if found.policy is not None}
-        methods = {
-            most: Treatment(EarlyExits(dict.fromkeys(range(len(measured)), inside)))
-            for most, own in policies.items()
-            if (inside := own.inside) is not None
-        }
-        full, runs, seconds = timed(scorer, methods, measured, rounds)
+        shown = read_in_full(scorer, learnt, readers)
+        found = {most: calibrate(scorer, shown, most, readers) for most in case.max_flips}
+        policies = {most: own.policy for most, own in found.items() if own.policy is not None}
+        full, runs, seconds = timed(scorer, policies, readers, measured, rounds)
         plan = plan_requests([Request(prompt) for prompt in measured], scorer.pool.limits)
     return {
         "text": case.text,
@@ -91,12 +96,12 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         "tokens": sum(len(prompt.tokens) for prompt in measured),
         "computed_tokens": plan.computed_tokens,
         "layers": depth_of(scorer),
-        "seconds": {"full": seconds[None]} | {str(most): seconds[most] for most in methods},
+        "seconds": {"full": seconds[None]} | {str(most): seconds[most] for most in policies},
         "exits": {
-            str(most): {"reason": found.reason}
-            if most not in methods
-            else outcome(scorer, found, full, runs[most], seconds[None], seconds[most])
-            for most, found in calibrations.items()
+            str(most): {"reason": own.reason}
+            if most not in policies
+            else outcome(scorer, own, full, runs[most], seconds[None], seconds[most])
+            for most, own in found.items()
         },
     }
 
@@ -107,22 +112,22 @@ def depth_of(scorer: ModelScorer) -> int:
     return depth
 
 
-def read_in_full(scorer: ModelScorer, prompts: list[Prompt]) -> LearningRows:
+def read_in_full(scorer: ModelScorer, prompts: list[Prompt], readers: Readers) -> ReadRows:
     """The rows that exits are learnt on."""
     layers, questions = observed_layers(depth_of(scorer)), [Request(prompt) for prompt in prompts]
     answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
-    return learning_rows(questions, answers, layers, len(scorer.inputs.labels.names))
+    return ReadRows(questions, answers, 0, layers, read_first(readers, prompts, lambda tokens: None))
 
 
-def calibrate(scorer: ModelScorer, rows: LearningRows, max_flips: float) -> ExitProof:
+def calibrate(scorer: ModelScorer, rows: ReadRows, max_flips: float, readers: Readers) -> ExitProof:
     """The exits that these rows prove."""
-    begun = time.process_time()
+    begun, opened, depth = time.process_time(), scorer.inputs.opened, depth_of(scorer)
     found = prove_exits(
-        rows,
-        layers=depth_of(scorer),
+        rows.of_part(0, len(scorer.inputs.labels.names)),
+        layers=depth,
         max_flips=max_flips,
         labels=scorer.inputs.labels.names,
-        costs=exit_costs(scorer.inputs.opened.files.config),
+        costs=with_first(exit_costs(opened.files.config), rows.first_use(opened, readers), depth),
     )
     log(f"--max-flips {max_flips:g}: {found.reason or 'exits after layers ' + _layers(found)}")
     log(f"learnt in {time.process_time() - begun:.1f} s")
@@ -130,24 +135,39 @@ def calibrate(scorer: ModelScorer, rows: LearningRows, max_flips: float) -> Exit
 
 
 def timed(
-    scorer: ModelScorer, methods: dict[float, Treatment], prompts: list[Prompt], rounds: int
+    scorer: ModelScorer, policies: dict[float, ExitPolicy], readers: Readers, prompts: list[Prompt], rounds: int
 ) -> tuple[list[Answer], dict[float, list[Answer]], dict[float | None, list[float]]]:
     """The answers, and the processor seconds of each round; None: in full."""
-    seconds: dict[float | None, list[float]] = {most: [] for most in (None, *methods)}
+    seconds: dict[float | None, list[float]] = {most: [] for most in (None, *policies)}
     questions = [Request(prompt) for prompt in prompts]
     answer_requests(scorer.pool, questions[:20])
 
-    def run(most: float | None, treatment: Treatment) -> list[Answer]:
+    def run(most: float | None, policy: ExitPolicy) -> list[Answer]:
         begun = time.process_time()
-        found = answer_requests(scorer.pool, questions, treatment=treatment)
+        found = answered(scorer, policy, readers, questions)
         seconds[most].append(time.process_time() - begun)
         log(f"{'in full' if most is None else f'exits, {most:g}'}: {seconds[most][-1]:.2f} s")
         return found
 
     for _ in range(rounds):
-        full = run(None, PLAIN)
-        runs = {most: run(most, method) for most, method in methods.items()}
+        full = run(None, ExitPolicy(()))
+        runs = {most: run(most, policy) for most, policy in policies.items()}
     return full, runs, seconds
+
+
+def answered(scorer: ModelScorer, policy: ExitPolicy, readers: Readers, questions: list[Request]) -> list[Answer]:
+    """The answers of a job with these exits, in the order of the questions."""
+    exits = Exits(scorer.settings.exits, scorer.settings.flips)
+    exits.use_policies({0: policy}, readers)
+    ahead, _ = exits.ahead(questions, lambda tokens: None)
+    left = [number for number in range(len(questions)) if number not in ahead]
+    asked = [questions[number] for number in left]
+    found = answer_requests(scorer.pool, asked, treatment=exits.treatment(dict(enumerate(asked)), frozenset()))
+    answers = dict(zip(left, found, strict=True))
+    for number, row in ahead.items():
+        layer = BEFORE if row.exit_layer is None else row.exit_layer - 1
+        answers[number] = Answer(number, row.logprobs, 0, 0, row.seconds, exit_layer=layer)
+    return [answers[number] for number in range(len(questions))]
 
 
 def outcome(
@@ -160,7 +180,7 @@ def outcome(
 ) -> dict[str, Any]:
     """What exits with one bound gave."""
     computed, depth = sum(each.computed_tokens for each in run), depth_of(scorer)
-    saved = sum(each.skipped for each in run) / (computed * in_full(depth))
+    saved = sum(each.skipped for each in run) / max(computed * in_full(depth), 1)  # of rows that the model began
     left = Counter("full" if each.exit_layer is None else str(each.exit_layer + 1) for each in run)
     gain = statistics.median(first / second for first, second in zip(whole, own, strict=True))
     truth, said = likeliest(full), likeliest(run)
@@ -174,12 +194,12 @@ def outcome(
         "gain_by_layers": 1 / (1 - saved),
         "gain_expected": found.findings.gain,
         "measured_over_predicted": gain * (1 - saved),
-        "left": dict(sorted(left.items(), key=lambda each: (each[0] == "full", each[0].zfill(4)))),
+        "left": dict(sorted(left.items(), key=lambda each: (each[0] == "full", int(each[0].replace("full", "0"))))),
         "layers_saved": saved,
         "flips": flips,
         "flip_rate": float(np.mean(truth != said)),
         "exits": [
-            {"layer": each.layer + 1, "probe": each.probe, "peek": each.peek, "correlation": each.correlation}
+            each.model_dump(include={"probe", "peek", "correlation", "leaving", "saves"}) | {"layer": each.layer + 1}
             for each in found.findings.exits
         ],
         "judged": [each.model_dump() for each in found.findings.classes],

@@ -20,7 +20,7 @@ from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.models.files import has_classes
 from prefillcli.models.open import label_names
-from prefillcli.options.requirements import leaves_early
+from prefillcli.options.requirements import bounds_alone, leaves_early
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
@@ -70,7 +70,7 @@ class QuestionAsking(Asking):
             raise UsageError(
                 f"--evidence: {what} has several prompts, which a section changes differently\nleave one of them out"
             )
-        if further and leaves_early(settings):
+        if further and leaves_early(settings) and not bounds_alone(settings):
             raise UsageError(
                 f"{settings.exits.exit_option}: {what} has several prompts, whose flips are not those of their mean\n"
                 "leave one of them out"

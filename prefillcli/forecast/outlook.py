@@ -8,12 +8,13 @@ from pydantic import BaseModel, Field
 
 from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
-from prefillcli.options.requirements import first_readers
-from prefillcli.reading.exits.learning import CHECKED_ROWS
+from prefillcli.options.requirements import bounds_alone, first_readers
+from prefillcli.reading.exits.learning import CHECKED_ROWS, bounded_classes
 from prefillcli.reading.exits.policy import ExitProfile, identity_of, require_same_job
 from prefillcli.reading.exits.proof import place_of, rows_to_learn
 from prefillcli.reading.exits.rare import rows_to_fit
 from prefillcli.reading.exits.report import ProvableFlips, provable_flips, provable_text
+from prefillcli.reading.exits.ways import ways_of, ways_text
 from prefillcli.report.section import visible
 from prefillcli.runtime.clock import duration
 
@@ -28,6 +29,12 @@ class ExitOutlook(BaseModel):
     of exits, or of the machine."""
 
     rows_in_full: int  # that are read first, to learn from or to check a profile
+    reason: str | None = None  # why all rows are read in full
+    # With --max-flips alone, the ways that are tried, and those that are not, with the reason.
+    tries: list[str] = Field(default_factory=list)
+    left_out: dict[str, str] = Field(default_factory=dict)
+    most_gain: float | None = None  # if every other row were decided before the model
+    int8_gain: float | None = None  # if int8 decided every other row at its end
     provable: ProvableFlips | None = None  # None with a profile, and where recall or precision is to be proven
     # Operations of each first model for a prompt of mean length, over the model's.
     first_cost: dict[str, float] = Field(default_factory=dict)
@@ -43,11 +50,21 @@ def outlook_of(
     plainly of another job."""
     settings = inputs.settings
     asked, rows = inputs.labels.asked, survey.rows.prompts
-    classes = max(len(each.names) for each in asked) if settings.exits.flips_of == "each" else 1
+    classes = bounded_classes(settings, asked)
     usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.flips.max_flips, classes)
     usual = usual if settings.exits.rare_option is None else rows_to_fit(rows)
     found = ExitOutlook(rows_in_full=min(settings.exits.exit_rows or usual, rows // 2))
     lines = []
+    if bounds_alone(settings):
+        ways = ways_of(inputs, rows, profile)
+        if ways.unable is not None:
+            unable = f"all rows are read in full: {ways.unable}"
+            return ExitOutlook(rows_in_full=0, reason=ways.unable), [("--max-flips", unable)]
+        lines.append(("tries", ways_text(ways, inputs)))
+        found.tries, found.left_out = list(ways.tried), dict(ways.left_out)
+        if profile is None:
+            found.most_gain, found.int8_gain = _most_gains(found.rows_in_full, rows, ways.narrow_share)
+            lines.append(("may gain", _most(found)))
     if settings.exits.rare_option is not None:
         first = f"{settings.exits.rare_option} reads {found.rows_in_full:,} rows in full first"
         text = f"{first}, and as many more as it draws"
@@ -78,6 +95,20 @@ def outlook_of(
     if any(map(_is_counted, inputs.opened.small)) and survey.lengths is not None:
         lines.append(("first model", _costs(found, inputs, round(survey.lengths.mean))))
     return found, lines
+
+
+def _most_gains(learnt: int, rows: int, narrow_share: float | None) -> tuple[float, float | None]:
+    # The gains if every other row were decided before the model, and if int8 alone decided them.
+    if narrow_share is None:
+        return rows / max(learnt, 1), None
+    return rows / (learnt * (1 + narrow_share)), rows / (learnt + rows * narrow_share)
+
+
+def _most(found: ExitOutlook) -> str:
+    text = f"at most {found.most_gain:.2f}x, if words decide all other rows"
+    if found.int8_gain is not None:
+        text += f"; {found.int8_gain:.2f}x if int8 decides them at its end, and more where they leave it early"
+    return f"{text}; these rows teach how many are decided, and where"
 
 
 def _is_counted(small: Small) -> bool:

@@ -78,7 +78,7 @@ def settle_dtype(
     saved = dtype_name(files)
     if files.dtype == torch.float16 and device.type == "cpu":
         return replace(in_dtype(files, torch.float32), dtype_why="float16 is slow and inexact on CPUs")
-    if files.dtype == torch.float32 or _is_fast(device) or _is_packed(files, device):
+    if files.dtype == torch.float32 or _is_fast(device) or is_packed(files, device):
         return files
     slower = times_as_long(saved, "float32", device)
     if slower < MARGIN:
@@ -103,9 +103,10 @@ def held_bytes(files: ModelFiles, device: torch.device, *, streams: bool = False
     return around + sum(layers[-2:])
 
 
-def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError if products in low precision take longer on the device than those in `dtype`."""
-    slower = times_as_long(kind, _name(dtype), device)
+def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device, width: int | None = None) -> None:
+    """Raise UsageError if products in low precision take longer on the device than those in `dtype`, of the usual
+    width or this one."""
+    slower = times_as_long(kind, _name(dtype), device, width)
     if slower <= 1:
         return
     said = f"--compute {kind}: products take {slower:.1f} times as long in {kind} as in {_name(dtype)} on this "
@@ -118,10 +119,13 @@ def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> No
     raise UsageError(f"{said}{_kind(device)}, so it would only cost time\nleave it out")
 
 
-def times_as_long(form: str, than: str, device: torch.device) -> float:
+def times_as_long(form: str, than: str, device: torch.device, width: int | None = None) -> float:
     """Return how many times as long a product takes in `form` as in the dtype `than`: measured once on a device, and
-    remembered."""
-    return _remembered(f"{form}/{than}", device, lambda: _measured(form, than, device))
+    remembered. It has the usual size, or the `width` of a model that is smaller."""
+    count, usual = _SIZES.get(device.type, _LARGE)
+    size = count, min(width or usual, usual)
+    name = f"{form}/{than}" if size[1] == usual else f"{form}/{than}/{size[1]}"
+    return _remembered(name, device, lambda: _measured(form, than, device, size))
 
 
 def operations_per_second(dtype: torch.dtype) -> float:
@@ -139,7 +143,8 @@ def _remembered(name: str, device: torch.device, measure: Callable[[], float]) -
     return found
 
 
-def _is_packed(files: ModelFiles, device: torch.device) -> bool:
+def is_packed(files: ModelFiles, device: torch.device) -> bool:
+    """Return whether the model computes with quantised weights as they are."""
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     return quantisation is not None and quantisation.kept == "packed"
 
@@ -157,21 +162,21 @@ def _kind(device: torch.device) -> str:
     return "processor" if device.type == "cpu" else "device"
 
 
-def _measured(form: str, than: str, device: torch.device) -> float:
-    first, second = _times([form, than], than, device)
+def _measured(form: str, than: str, device: torch.device, size: tuple[int, int]) -> float:
+    first, second = _times([form, than], than, device, size)
     return first / second
 
 
 def _measured_speed(dtype: str) -> float:
     count, width = _SIZES["cpu"]
-    (seconds,) = _times([dtype], dtype, torch.device("cpu"))
+    (seconds,) = _times([dtype], dtype, torch.device("cpu"), (count, width))
     return 2.0 * count * width * width / seconds
 
 
 @torch.inference_mode()
-def _times(forms: Sequence[str], dtype: str, device: torch.device) -> list[float]:
-    # Seconds of the same product in each form, by turns.
-    count, width = _SIZES.get(device.type, _LARGE)
+def _times(forms: Sequence[str], dtype: str, device: torch.device, size: tuple[int, int]) -> list[float]:
+    # Seconds of the same product in each form, by turns: of so many rows, and inputs and outputs.
+    count, width = size
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(each, width, generator=generator) for each in (width, count))
     products = [_product(each, dtype, weight, rows, device) for each in forms]

@@ -219,7 +219,7 @@ def with_small(settings: JobSettings, names: Sequence[str]) -> dict[str, Any]:
     return {option: names[0]} if before else {}
 
 
-_NARROW_COPIES = 2.25  # the model's weights, those that smaller numbers are made of, and these
+NARROW_COPIES = 2.25  # the model's weights, those that smaller numbers are made of, and these
 
 
 def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
@@ -235,7 +235,7 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
     clock.step("opening the model")
     numbers = narrow or settings.narrow_walk
     streams = numbers is None and _may_stream(settings)
-    files = reader.read(path, lm.model_head, copies=1 if numbers is None else _NARROW_COPIES, streams=streams)
+    files = reader.read(path, lm.model_head, copies=1 if numbers is None else NARROW_COPIES, streams=streams)
     device = reader.device
     tokenizer = _load_tokenizer(files, lm.trust_remote_code)
     layout = None if lm.layout == "generic" else read_layout(path, tokenizer)

@@ -90,9 +90,15 @@ def _no_head_file(settings: Any) -> bool:
     return settings.lm.head_file is None
 
 
+def _keeps_auto(settings: Any) -> bool:
+    # Whether --max-flips bounds what --keep auto leaves out.
+    return bool(settings.compression.keep == "auto")
+
+
 # Options that score some rows of a job apart from the others.
 _APART = ("--shard", "--since", "--retry-errors")
 _EXITS = ("--exit", "--first", "--compute")
+_BOUNDED = (*_EXITS, "--max-flips")
 _RARE = ("--recall", "--precision")
 
 REFUSED: tuple[Refused, ...] = (
@@ -125,14 +131,14 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused(
         "--shard",
-        _EXITS,
+        _BOUNDED,
         "it learns from the rows of the whole job, and bounds their flips together",
         "leave one of them out, or give the --exit-profile of a run over a sample",
         lambda settings: settings.exits.exit_profile is not None,
     ),
     *_refused(
         ("--since", "--retry-errors"),
-        _EXITS,
+        _BOUNDED,
         "it learns from the rows of the whole job, and bounds their flips together",
     ),
     *_refused(
@@ -158,8 +164,9 @@ REFUSED: tuple[Refused, ...] = (
     *_refused("--choices-column", "--label-values", "these are numbers of labels, and rows have none in common"),
     *_refused(
         "--choices-column",
-        _EXITS,
+        _BOUNDED,
         "exits learn to decide between labels, and rows have none in common",
+        unless=_keeps_auto,
     ),
     *_refused(
         "--choices-column",
@@ -194,7 +201,7 @@ REFUSED: tuple[Refused, ...] = (
         "--target-column",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
-            *("--questions", "--exit", "--first", "--exit-profile", "--compute", "--calibration", "--calibrate-with"),
+            *("--questions", *_BOUNDED, "--exit-profile", "--calibration", "--calibrate-with"),
             *("--rationale", "--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift"),
         ),
         "it needs labels, and the likelihood of a text has none",
@@ -209,7 +216,7 @@ REFUSED: tuple[Refused, ...] = (
         "--format",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
-            *("--questions", "--target-column", *_EXITS, "--exit-profile", "--calibration", "--rationale"),
+            *("--questions", "--target-column", *_BOUNDED, "--exit-profile", "--calibration", "--rationale"),
             *("--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift", "--keep auto"),
             *("--keep-columns", "--partition", "--template"),
         ),
@@ -241,6 +248,13 @@ REFUSED: tuple[Refused, ...] = (
         "score each adapter's rows in a separate job",
     ),
     *_refused(
+        "--adapter-column",
+        "--max-flips",
+        "it learns from one model, and adapters make several",
+        "score each adapter's rows in a separate job",
+        _keeps_auto,
+    ),
+    *_refused(
         "--exit-profile",
         "--adapter",
         "an exit profile does not say which adapters it was learnt with",
@@ -259,7 +273,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused(
         "--deterministic",
-        _EXITS,
+        _BOUNDED,
         "exits are learnt from the other rows",
     ),
     *_refused("--deterministic", "--compile", "compiled layers have different kernels for each size of chunk"),

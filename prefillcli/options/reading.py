@@ -258,7 +258,9 @@ class RatesOptions(CompressionOptions):
     )  # fmt: skip
 
 
-EXIT = Requirement(leaves_early, "needs --exit, --first or --compute", "give --exit, --first or --compute")
+EXIT = Requirement(
+    leaves_early, "needs --exit, --first, --compute or --max-flips", "give --max-flips, or one of the others"
+)
 
 
 METHODS = ("early-exit", "first", "first-exit", "int8")  # of `prefill bench`, that let rows leave
@@ -334,8 +336,10 @@ class ExitOptions(Options):
 
     @property
     def exit_option(self) -> str:
-        """The option that lets rows leave."""
-        return self.rare_option or ("--exit" if self.exit else "--first" if self.first else "--compute")
+        """The option that lets rows leave: where it is all three or none, the bound that they share."""
+        named = {"--exit": self.exit, "--first": self.first, "--compute": self.compute}
+        found = [option for option, given in named.items() if given]
+        return self.rare_option or (found[0] if 0 < len(found) < len(named) else "--max-flips")
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -416,7 +420,8 @@ class FlipOptions(Options):
     max_flips: float = option(
         0.01,
         "Largest share of answers that may change, at 95 % confidence: of each answer with --exit, --first and "
-        "--compute, of all rows with --keep auto.",
+        "--compute, of all rows with --keep auto. Given alone, the job tries words, int8 and exits, and uses those "
+        "that pay on this machine.",
         EARLY_EXIT, changes="scores", metavar="RATE", requires=BOUNDED_FLIPS, gt=0, lt=1,
     )  # fmt: skip
     audit: int = option(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+AnySettings = TypeVar("AnySettings", bound=Any)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,23 @@ def compresses(settings: Any) -> bool:
     return settings.compression.draft is not None or settings.compression.keep != 1
 
 
+def bounds_alone(settings: Any) -> bool:
+    """Return whether these settings bound flips and name no way to spend them: then every way is tried that may pay on
+    this machine (`spelled_out`). --keep has a bound of its own, and a head flips no answers."""
+    named = settings.exits.exit or settings.exits.chain or settings.lm.head_file is not None
+    return settings.flips.is_given("max_flips") and not named and not compresses(settings)
+
+
+def spelled_out(settings: AnySettings) -> AnySettings:
+    """Return these settings with the ways that --max-flips stands for where it is alone."""
+    ways = {"exit": True, "first": "words", "compute": "int8"}
+    found: AnySettings = settings.with_options(ways) if bounds_alone(settings) else settings
+    return found
+
+
 def leaves_early(settings: Any) -> bool:
     """Return whether these settings let rows be decided before the model's last layer."""
-    return bool(settings.exits.exit or first_readers(settings))
+    return bool(settings.exits.exit or first_readers(settings) or bounds_alone(settings))
 
 
 def first_readers(settings: Any) -> Sequence[str]:
@@ -54,8 +70,8 @@ def _is_on_hub(name: str | None) -> bool:
 DRAFT = Requirement(lambda s: s.uses_draft, "needs a draft model", "give --draft and --keep")
 BOUNDED_FLIPS = Requirement(
     lambda s: s.compression.keep == "auto" or leaves_early(s),
-    "needs --keep auto, --exit or --first, whose flips it bounds",
-    "give one of them",
+    "has no flips to bound beside a rate of --keep or a head's file",
+    "give --keep auto",
 )
 AUDITABLE = Requirement(
     lambda s: compresses(s) or leaves_early(s) or s.lm.head_file is not None,

@@ -32,7 +32,7 @@ from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
 from prefillcli.judging.review import Reviewing
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.requirements import asks_more, compresses, leaves_early
+from prefillcli.options.requirements import asks_more, bounds_alone, compresses, leaves_early, spelled_out
 from prefillcli.options.settings import JobSettings
 from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.earlier import Earlier
@@ -103,7 +103,9 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
     heads = None if head is None else Heads(settings, head, read_as)
     if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
         return Parts(asking, gates.Gates(settings.gates), compression=compression, heads=heads, follow_ups=follow_ups)
-    leaving = Exits(settings.exits, settings.flips, read_as) if leaves_early(settings) else None
+    leaving = None
+    if leaves_early(settings):
+        leaving = Exits(settings.exits, settings.flips, read_as, alone=bounds_alone(settings))
     taken = Earlier(settings.earlier, settings.files)
     check_calibration(settings)
     # The answers to requests are divided by what is asked with them.
@@ -158,9 +160,8 @@ def _asking(settings: JobSettings, available: Sequence[str], first: Mapping[str,
 
 
 def _estimates(settings: JobSettings) -> bool:
-    return settings.estimate.estimate is not None or bool(
-        settings.flips.audit and (settings.exits.exit or settings.exits.first)
-    )
+    exits = spelled_out(settings).exits
+    return settings.estimate.estimate is not None or bool(settings.flips.audit and (exits.exit or exits.first))
 
 
 def _follow_ups(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -209,7 +209,8 @@ class ScoreJob:
         """Score what is left to score, and look at the finished output."""
         sink, files = self._run.sink, self._run.settings.files
         if not sink.complete:
-            self._score()
+            exits = self.parts.exits
+            (self if exits is None else replace(self, _run=exits.widened(self._run)))._score()
         elif self.parts.estimate is not None and self.parts.estimate.is_missing(self._run):
             with ExitStack() as opened:  # an earlier attempt ended after its last row
                 self._estimate(opened, None)

@@ -83,8 +83,7 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
 
     Raises UsageError if none of them can.
     """
-    parts = (part for layer in decoder_layers(model).layers for part in layer.named_modules())
-    linear = {each: None for name, each in parts if _changes(each) and name.split(".")[-1] not in _CHOOSE}
+    linear = narrowed_layers(model)
     if not linear:
         raise UsageError(
             f"--compute {kind}: no weights of this model can be multiplied so: they are packed, or of unusual shapes\n"
@@ -127,6 +126,13 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
 
     fits = numbers.device.type == "cpu" and numbers.dtype in _DTYPES
     return Arithmetic(prepare=partial(fused, products=products) if fits else called)
+
+
+def narrowed_layers(model: PreTrainedModel) -> dict[nn.Linear, None]:
+    """The linear layers of a model's decoder layers that can multiply in low precision; its weights may be on the meta
+    device."""
+    parts = (part for layer in decoder_layers(model).layers for part in layer.named_modules())
+    return {each: None for name, each in parts if _changes(each) and name.split(".")[-1] not in _CHOOSE}
 
 
 def narrow_product(linear: nn.Linear, kind: Narrow) -> Callable[[Tensor], Tensor]:

@@ -28,6 +28,7 @@ from prefillcli.options.load import load_settings
 from prefillcli.reading.exits import learning as exit_learning
 from prefillcli.reading.exits import proof as exit_proof
 from prefillcli.reading.exits.exits import Exits
+from prefillcli.reading.exits.full_rows import FullRows
 from prefillcli.reading.exits.policy import ExitPolicy
 from prefillcli.reading.exits.report import ExitUse, QuestionExits, provable_flips, provable_text
 from prefillcli.rows.output.sink import Sink
@@ -983,3 +984,211 @@ def test_recall_and_precision_of_the_first_label_hold(
 def test_what_cannot_go_with_recall_is_refused(data: Path, deep_model: Path, flags: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         score(data, "out.jsonl", **{"model": deep_model, "first": "words", **RARE, **flags})
+
+
+# --max-flips alone: the job finds the cheapest reading that it can prove.
+
+needs_kernel = pytest.mark.skipif(
+    int8_kernel() is None, reason="no kernel here: torch's products in int8 take minutes"
+)
+ALONE: dict[str, Any] = {"max_flips": FLIPS, "exit_rows": 180, "labels": LABELS, "dtype": "float32"}
+SPEED = "prefillcli.models.dtype.times_as_long"
+
+
+@pytest.fixture
+def fast_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that is made for int8."""
+    monkeypatch.setattr(SPEED, lambda *_: 0.4)
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, deep_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job on a processor that is made for int8."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "granularity", Granularity(batch_rows=64, window_rows=64))
+        patch.setattr(SPEED, lambda *_: 0.4)
+        assert score(data, folder / "out.jsonl", model=deep_model, audit=60, **ALONE)["status"] == "complete"
+    return folder
+
+
+def by_int8(row: dict[str, Any]) -> bool:
+    """Whether the model in int8 decided a row, at its end or inside it."""
+    return row["method"] == "first" and -LAYERS < row["exit_layer"] <= 0
+
+
+@needs_kernel
+def test_rows_leave_where_it_is_cheapest_and_keep_their_answers(alone: Path, in_full: list[Any]) -> None:
+    rows, exits = read_output(alone / "out.jsonl"), read_report(alone / "out.run.json")["exits"]
+    assert (exits["status"], exits["tried"], exits["left_out"]) == ("learnt", ["words", "int8", "exits"], {})
+    for label in NAMES:
+        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
+        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
+    decided = [row for row in rows if by_int8(row)]
+    assert len(decided) > ROWS / 4
+    assert any(row["exit_layer"] < 0 for row in decided)  # inside
+    for row, full in zip(rows, in_full, strict=True):
+        if row["method"] == "full":
+            assert (row["exit_layer"], row["score"]) == (None, pytest.approx(full["score"], abs=1e-5))
+        if row["audit_score"] is not None:
+            assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
+    words, narrow = exits["first"]
+    assert (words["model"], words["layer"], narrow["model"], narrow["layer"]) == ("words", -LAYERS, "int8", 0)
+    assert words["rows"] == sum(row["exit_layer"] == -LAYERS for row in rows)
+    assert narrow["rows"] == len(decided)
+    assert (narrow["cost"], narrow["read_rows"] >= narrow["rows"]) == (0.4, True)
+    for each in exits["questions"]["answer"]["layers"]:
+        assert each["rows"] == sum(row["exit_layer"] == each["layer"] for row in rows)
+        assert each["saves"] > 0
+
+
+@needs_kernel
+def test_inside_int8_rows_leave_with_what_that_layer_predicts(alone: Path, data: Path, deep_model: Path) -> None:
+    """Against transformers' forward in float32, which int8 is near."""
+    found = json.loads((alone / "out.exit.json").read_text())["questions"][0]["exits"]
+    probes = {each["layer"] + 1: each["probe"] for each in found if each["probe"]["kind"] == "ridge"}
+    rows = [row for row in read_output(alone / "out.jsonl") if -LAYERS < (row["exit_layer"] or 1) < 0]
+    rows = [row for row in rows if row["exit_layer"] in probes][::7]
+    assert len(rows) > 5
+    model = AutoModelForCausalLM.from_pretrained(deep_model, attn_implementation="eager").eval()
+    tokenizer, texts = AutoTokenizer.from_pretrained(deep_model), prompts()
+    for row in rows:
+        with torch.inference_mode():
+            shown = model(**tokenizer(texts[row["row"]], return_tensors="pt"), output_hidden_states=True)
+        weights, bias = (
+            np.frombuffer(base64.b64decode(each["float32"]), "<f4").reshape(each["shape"]).astype(np.float64)
+            for each in (probes[row["exit_layer"]]["weights"], probes[row["exit_layer"]]["bias"])
+        )
+        inner = shown.hidden_states[LAYERS + row["exit_layer"]][0, -1].double().numpy()
+        logits = inner / np.linalg.norm(inner) @ weights + bias
+        assert row["score"] == pytest.approx(1 / (1 + np.exp(logits[1] - logits[0])), abs=0.03)
+
+
+@needs_kernel
+@pytest.mark.nightly
+def test_workers_decide_the_same_rows(alone: Path, data: Path, deep_model: Path, fast_int8: None) -> None:
+    assert score(data, "out.jsonl", model=deep_model, audit=60, workers=2, threads=1, **ALONE)["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output(alone / "out.jsonl"))
+
+
+@needs_kernel
+def test_another_machine_without_fast_int8_goes_on_with_what_was_learnt(
+    alone: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, fast_int8: None
+) -> None:
+    given = {"exit": False, "audit": 60, "exit_rows": ALONE["exit_rows"]}
+    stop_in_the_third_window(data, deep_model, monkeypatch, **given)
+    monkeypatch.setattr(SPEED, lambda *_: 1.3)
+    monkeypatch.setattr(exit_learning.ExitLearning, "learn", lambda _: pytest.fail("it is learnt once"))
+    assert score(data, "out.jsonl", model=deep_model, resume=True, audit=60, **ALONE)["status"] == "complete"
+    rows, before = read_output("out.jsonl"), read_output(alone / "out.jsonl")
+    assert_same(rows[:64], before[:64])
+    assert any(by_int8(row) for row in rows[:128])
+    assert not any(by_int8(row) for row in rows[128:])
+    assert any(row["exit_layer"] is not None for row in rows[128:])
+    report = read_report("out.run.json")
+    assert "1.3 times as long in int8" in report["exits"]["left_out"]["int8"]
+    assert report["fingerprint"] == read_report(alone / "out.run.json")["fingerprint"]
+
+
+@needs_kernel
+def test_a_profile_serves_the_next_night_even_without_int8(
+    alone: Path, deep_model: Path, fast_int8: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tonight = write_jsonl("tonight.jsonl", [{"prompt": text.replace("fox", "dog")} for text in prompts(100)])
+    given = ALONE | {"exit_rows": 40, "exit_profile": alone / "out.exit.json"}
+    assert score(tonight, "out.jsonl", model=deep_model, **given)["status"] == "complete"
+    exits = read_report("out.run.json")["exits"]
+    assert (exits["status"], exits["rows_in_full"]) == ("reused", 40)
+    assert any(by_int8(row) for row in read_output("out.jsonl"))
+    monkeypatch.setattr(SPEED, lambda *_: 1.3)
+    assert score(tonight, "slow.jsonl", model=deep_model, **given)["status"] == "complete"
+    assert read_report("slow.run.json")["exits"]["status"] == "reused"
+    assert not any(by_int8(row) for row in read_output("slow.jsonl"))
+    other = score(tonight, "other.jsonl", model=deep_model, exit=True, **given)
+    assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"limit": 100}, "50 rows read in full, 12 to judge of each of 2 answers, would prove at most 22.09% flips"),
+        ({"engine": "hf", "limit": 20}, "the hf engine has no early exits"),
+    ],
+)
+def test_a_job_that_could_prove_nothing_reads_nothing_first(
+    data: Path, deep_model: Path, in_full: list[Any], flags: dict[str, Any], reason: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(FullRows, "read", lambda *_: pytest.fail("rows are read to learn"))
+    monkeypatch.setattr("prefillcli.core.models.Models.small_walk", lambda *_: pytest.fail("int8 is loaded"))
+    assert score(data, "out.jsonl", model=deep_model, **ALONE | flags)["status"] == "complete"
+    exits = read_report("out.run.json")["exits"]
+    assert exits["status"] == "none"
+    assert reason in exits["reason"]
+    assert f"--max-flips: {exits['reason']}; all rows are read in full" in capsys.readouterr().err
+    for row, full in zip(read_output("out.jsonl"), in_full, strict=False):
+        assert (row["method"], row["score"]) == ("full", pytest.approx(full["score"], abs=1e-5))
+    again = score(data, "out.jsonl", model=deep_model, resume=True, **ALONE | flags)
+    assert (again["status"], read_report("out.run.json")["exits"]["reason"]) == ("complete", exits["reason"])
+
+
+@needs_kernel
+def test_each_question_finds_its_own_ways_and_one_of_several_prompts_none(
+    data: Path, deep_model: Path, fast_int8: None
+) -> None:
+    given = {name: value for name, value in write_questions(("fox", "dog")).items() if name != "exit"}
+    assert score(data, "out.jsonl", model=deep_model, **given)["exit_code"] == 0
+    rows, exits = read_output("out.jsonl"), read_report("out.run.json")["exits"]
+    for name, own in exits["questions"].items():
+        inner = {each["layer"] for each in own["layers"] if -LAYERS < each["layer"] <= 0}
+        assert sum(row[f"{name}.exit_layer"] in inner for row in rows) > ROWS / 8
+    Path("q.yaml").write_text("questions: [{name: mood, type: choice, instructions: Which one, choices: [n, t, o]}]")
+    given |= {"questions": "q.yaml", "orders": 2, "limit": 20}
+    assert score(data, "two.jsonl", model=deep_model, **given)["exit_code"] == 0
+    assert read_report("two.run.json")["exits"]["reason"].startswith("a question has several prompts")
+
+
+@pytest.mark.parametrize(
+    ("flags", "patched", "why"),
+    [
+        ({}, (SPEED, 1.3), "products take 1.3 times as long in int8 as in float32"),
+        ({}, ("prefillcli.runtime.memory.loadable_memory", 1 << 20), "its copy would take 0.0 GiB, and 0.0 GiB are"),
+        ({}, ("prefillcli.models.dtype.is_packed", True), "the model's weights are packed"),
+        ({}, ("prefillcli.walk.narrow.narrowed_layers", {}), "no weights of this model can be multiplied so"),
+        ({"weights": "stream"}, (SPEED, 0.4), "with --weights stream no second copy is held"),
+        ({}, (SPEED, 0.6), "to learn from rows that are read twice would take longer than it may save"),
+    ],
+)
+def test_a_dry_run_says_what_is_left_out_and_why(
+    data: Path, deep_model: Path, flags: dict[str, Any], patched: tuple[str, Any], why: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(patched[0], lambda *_: patched[1])
+    assert score(data, "o.jsonl", model=deep_model, dry_run=True, **ALONE | flags | {"quiet": False})["exit_code"] == 0
+    found = read_report("o.dry-run.json")["outlooks"]["exits"]
+    assert (found["tries"], why in found["left_out"]["int8"]) == (["words", "exits"], True), found
+    assert "int8 is left out: " in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_says_what_it_may_gain(
+    data: Path, deep_model: Path, capsys: pytest.CaptureFixture[str], fast_int8: None
+) -> None:
+    given = ALONE | {"model": deep_model, "dry_run": True, "exit_rows": 120, "quiet": False}
+    assert score(data, "o.jsonl", **given)["exit_code"] == 0
+    found = read_report("o.dry-run.json")["outlooks"]["exits"]
+    assert found["most_gain"] == pytest.approx(ROWS / (120 * 1.4))
+    assert found["int8_gain"] == pytest.approx(ROWS / (120 * 1.4 + 240 * 0.4))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "words, int8 (40% of the time of float32 here) and exits" in said
+    assert f"at most {found['most_gain']:.2f}x" in said
+    assert score(data, "o.jsonl", **given | {"limit": 100})["exit_code"] == 0
+    found = read_report("o.dry-run.json")["outlooks"]["exits"]
+    assert (found["rows_in_full"], found["tries"]) == (0, [])
+    assert "would prove at most" in found["reason"]
+
+
+def test_weights_of_unusual_shapes_leave_int8_out(data: Path, tmp_path: Path) -> None:
+    narrow = save_model(tmp_path / "narrow", layers=2, hidden=32)
+    assert score(data, "o.jsonl", model=narrow, dry_run=True, **ALONE)["exit_code"] == 0
+    found = read_report("o.dry-run.json")["outlooks"]["exits"]
+    assert found["left_out"] == {"int8": "no weights of this model can be multiplied so"}

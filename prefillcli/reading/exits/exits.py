@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.engines.base import PLAIN, EarlyExits, Treatment
 from prefillcli.errors import UsageError
 from prefillcli.models.open import WORDS
 from prefillcli.options.reading import ExitOptions, FlipOptions
+from prefillcli.options.requirements import spelled_out
 from prefillcli.plan.pack import carried_by_few, in_full
-from prefillcli.reading.exits.first import readers_of, readings_of
+from prefillcli.reading.exits.first import all_readers_of, readers_of, readings_of
 from prefillcli.reading.exits.full_rows import FullRows
 from prefillcli.reading.exits.learning import ENDED, EXITS, FILE, ExitLearning, Learning, learnt_once, stored_exit_use
 from prefillcli.reading.exits.policy import ExitPolicy, exit_profile_at, job_of_exits, require_same_job
 from prefillcli.reading.exits.proof import drifted_classes
 from prefillcli.reading.exits.rare import SCORES, RareLearning
 from prefillcli.reading.exits.report import ExitUse, of_question_text, with_ends
+from prefillcli.reading.exits.ways import Ways, ways_of, ways_text
 from prefillcli.rows.output.columns import added
 from prefillcli.rows.proof import hash_value
 from prefillcli.rows.records import BEFORE, FIRST, ScoredRow
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
     from prefillcli.engines.base import Answer
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
-    from prefillcli.reading.exits.first import FirstReading, Reader
+    from prefillcli.reading.exits.first import FirstReading, Reader, Readers
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.destination import Manifest
@@ -43,8 +48,13 @@ class Exits(Reading, Judge):
     """The exits of a job: learnt before its first window, at work between layers, and watched. `read_as` states how
     prompts are read otherwise. Raises UsageError for a wrong exit profile."""
 
-    def __init__(self, options: ExitOptions, flips: FlipOptions, read_as: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, options: ExitOptions, flips: FlipOptions, read_as: Sequence[Any] = (), *, alone: bool = False
+    ) -> None:
+        """`alone`: --max-flips is given without a way to spend it."""
         self._options = options
+        self.alone = alone
+        self._ways: Ways | None = None
         self.groups = added({"exits": True, "label_scores": True, "audit": flips.audit})
         self.profile: ExitProfile | None = None
         """The profile that an earlier job has learnt."""
@@ -55,7 +65,8 @@ class Exits(Reading, Judge):
         """The exits in the run's report, once they are learnt."""
         self.known: Mapping[int, ScoredRow] = {}
         """Rows by number that were scored before the first window, to learn from them."""
-        self._read_as = read_as
+        # A profile of this is no other's: its layers before the model have other numbers.
+        self._read_as = [*read_as, "all ways"] if alone else read_as
         self._readers: list[Reader] | None = None  # for callers that ask for a glance
         # The packs of this run: the seconds that they took and would have taken without exits; token-layers in full,
         # and those saved.
@@ -63,7 +74,7 @@ class Exits(Reading, Judge):
         self._kept_alive: Counter[str] = Counter()  # token-layers of shared prefixes, by number of rows
         # The first models by layer with their names; their rows and seconds in this run, and the tokens of the prompts
         # that they decided.
-        self._first: Mapping[int, tuple[str, Reader]] = {}
+        self._first: Readers = {}
         self._first_rows: Counter[int] = Counter()
         self._first_seconds: dict[int, float] = {}
         self._spared = 0
@@ -84,6 +95,24 @@ class Exits(Reading, Judge):
                 "--first: the model's classification head is read, and the first model has only tokens\n"
                 "give a first model with a head, or read the model's next token with --head vocabulary"
             )
+
+    def widened(self, run: Run) -> Run:
+        """Return the run with all ways that may pay on this machine, where --max-flips is given alone.
+
+        The job keeps its identity, in which --max-flips stands for any of them."""
+        if not self.alone:
+            return run
+        inputs = run.inputs
+        with run.clock.phase("exits"), run.stop.at_once():
+            rows = len(inputs.source.selection().within(0, inputs.source.count()))
+            self._ways = ways = ways_of(inputs, rows, self.profile, stored_exit_use(run.sink.settled))
+        if ways.unable is not None:
+            return run
+        if not run.settings.run.quiet:
+            log.info(f"--max-flips {run.settings.flips.max_flips:g} tries {ways_text(ways, inputs)}")
+        opened, rows_as = replace(inputs.opened, small=ways.small(inputs)), spelled_out(run.settings)
+        own = replace(inputs, opened=opened, rows=replace(inputs.rows, settings=rows_as))
+        return replace(run, inputs=own)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         own = [name for name in values if name in {**ExitOptions.model_fields, **FlipOptions.model_fields}]
@@ -109,30 +138,39 @@ class Exits(Reading, Judge):
         if run.settings.estimate.estimate is not None:
             return
         with run.clock.phase("exits"):
-            rows = FullRows(run, scorer, readers_of(scorer))
+            tries = self._ways is not None and self._ways.unable is None
+            rows = FullRows(run, scorer, all_readers_of(scorer) if tries else readers_of(scorer))
             learning: Learning
             if self._options.rare_option is None:
-                learning = ExitLearning(rows, self.profile, self._read_as)
+                learning = ExitLearning(rows, self.profile, self._read_as, self._ways)
             else:
                 learning = RareLearning(rows, self._read_as)
             profile, known, self.use = learnt_once(learning)
-            self.policies = {
-                part: learnt.policy
-                for part, (learnt, own) in enumerate(zip(profile.questions, self.use.questions.values(), strict=True))
-                if learnt.policy is not None and own.reason is None
-            }
+            if tries and self._ways is not None:
+                self.use = self.use.model_copy(update={"left_out": dict(self._ways.left_out)})
+            for part, learnt in enumerate(() if profile is None else profile.questions):
+                own = list(self.use.questions.values())[part]
+                if learnt.policy is not None and own.reason is None:
+                    # An earlier attempt, or the job of the profile, may have had more readers.
+                    self.policies[part] = learnt.policy.with_readers(rows.places)
             self.known = {row.row: row for row in known}
             self._first = learning.readers()
             self._first_seconds = {BEFORE: self._first[BEFORE][1].seconds} if self.use.rare is not None else {}
+
+    def use_policies(self, policies: Mapping[int, ExitPolicy], readers: Readers) -> None:
+        """Let answers leave by these policies, by the part of a row, with these first models."""
+        self.policies, self._first = dict(policies), readers
 
     def ahead(self, requests: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
         """Return the answers, by the places of these questions, that the model need not be asked for, and the tokens
         that first models have computed to find them."""
         rows: dict[int, ScoredRow] = {}
         computed = 0
-        for layer in sorted({layer for each in self.policies.values() for layer in each.layers if layer <= BEFORE}):
-            asked = {part for part, policy in self.policies.items() if layer in policy.layers}
-            reader = self._first[layer][1]
+        for layer, (_, reader) in sorted(self._first.items()):
+            places = {layer, *reader.inner}
+            asked = {part for part, policy in self.policies.items() if not places.isdisjoint(policy.layers)}
+            if not asked:
+                continue
             tokens, seconds = reader.tokens, reader.seconds
             left = [
                 number
@@ -150,18 +188,23 @@ class Exits(Reading, Judge):
     def _decided(
         self, layer: int, reader: Reader, requests: Sequence[Request], numbers: Sequence[int], tick: Tick
     ) -> dict[int, ScoredRow]:
-        # The answers to the questions with these `numbers` that a first model decides.
-        found = reader.read([requests[number].prompt for number in numbers], tick)
-        read: dict[int, list[tuple[int, FirstReading]]] = {}
+        # The answers to the questions with these `numbers` that a first model with its end at this layer decides.
+        found = reader.read([requests[number].prompt for number in numbers], tick, self.policies)
+        read: dict[tuple[int, int], list[tuple[int, FirstReading]]] = {}
         for number, each in zip(numbers, found, strict=True):
             if each is not None:
-                read.setdefault(requests[number].prompt.part, []).append((number, each))
+                place = layer if each.left is None else each.left
+                read.setdefault((requests[number].prompt.part, place), []).append((number, each))
         rows = {}
-        for part, pairs in read.items():
-            decided, logprobs = self.policies[part].decide(layer, readings_of([each for _, each in pairs]))
+        for (part, place), pairs in read.items():
+            policy, logprobs = self.policies[part], np.stack([each.logprobs for _, each in pairs])
+            if place == layer:
+                decided, logprobs = policy.decide(place, readings_of([each for _, each in pairs]))
+            else:  # after its last layer also those leave that are in doubt
+                decided = policy.suffices(place, logprobs)
             for (number, each), leaves, own in zip(pairs, decided.tolist(), logprobs, strict=True):
                 if leaves:
-                    rows[number] = decided_row(requests[number], own, layer, each.seconds)
+                    rows[number] = decided_row(requests[number], own, place, each.seconds)
         return rows
 
     def glance(
@@ -264,6 +307,8 @@ class Exits(Reading, Judge):
                         "seconds": self._first_seconds.get(each.layer - 1, 0.0),
                     }
                 )
+                if each.layer - 1 in self._first
+                else each
                 for each in use.first
             ]
         return use.model_copy(update=gains)

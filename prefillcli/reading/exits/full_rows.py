@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefillcli.core.request import Request, plan_requests, scored_row, thinning_of
+from prefillcli.core.request import Request, Tick, plan_requests, scored_row, thinning_of
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
-from prefillcli.reading.exits.first import FirstReader, FirstReading, Reader, readings_of
-from prefillcli.reading.exits.proof import LearningRows, learning_rows, reading_cost
+from prefillcli.reading.exits.first import FirstReader, FirstReading, Readers, readings_of
+from prefillcli.reading.exits.proof import LearningRows, learning_rows
 from prefillcli.reading.exits.report import FirstUse
 from prefillcli.rows.records import Prompt, ScoredRow, joined_row
 from prefillcli.runtime import log
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class ReadRows:
     """Questions that were answered in full, with readings after these `layers` and, by layer, those of the `first`
-    models. `unique` is the size of their trie, in tokens."""
+    models and after layers inside them. `unique` is the size of their trie, in tokens."""
 
     requests: list[Request]
     answers: list[Answer]
@@ -56,20 +56,22 @@ class ReadRows:
         shares = np.array([asked[each.prompt.row] for each in requests], np.float64)
         return replace(rows, readings=first | dict(rows.readings), weights=rows.weights / shares)
 
-    def first_use(self, opened: Opened, readers: Mapping[int, tuple[str, Reader]]) -> list[FirstUse]:
+    def first_use(self, opened: Opened, readers: Readers) -> list[FirstUse]:
         """Return what a token costs each of the first models' `readers`.
 
         The seconds of a token, a median because the first packs take longer than others, are for the report alone.
         """
         used = []
-        for layer, found in self.first.items():
-            able, reader = [number for number, each in enumerate(found) if each is not None], readers[layer][1]
+        for layer, (name, reader) in readers.items() if self.first else ():
+            found = self.first[layer]
+            able = [number for number, each in enumerate(found) if each is not None]
             lengths = [(own.length, len(asked.tokens)) for own, asked in zip(found, self.requests, strict=True) if own]
             # Words cost next to nothing
-            cost = reading_cost(reader.small, opened, lengths) if able and isinstance(reader, FirstReader) else 0.0
+            cost = reader.cost(opened, lengths) if able and isinstance(reader, FirstReader) else 0.0
             token = [self.answers[number].seconds / len(self.requests[number].tokens) for number in able]
             seconds = float(np.median(token)) if able else 0.0
-            used.append(FirstUse(model=readers[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
+            inner = [each + 1 for each in reader.inner]
+            used.append(FirstUse(model=name, layer=layer + 1, inner=inner, cost=cost, token_seconds=seconds))
         return used
 
     def scored(self, prompts: int) -> list[ScoredRow]:
@@ -80,13 +82,28 @@ class ReadRows:
         return [own[0] if prompts == 1 else joined_row(own) for own in found.values() if len(own) == prompts]
 
 
+def read_first(readers: Readers, prompts: Sequence[Prompt], tick: Tick) -> dict[int, list[FirstReading | None]]:
+    """Return the readings of prompts by first models, by layer, with those after layers inside them."""
+    found: dict[int, list[FirstReading | None]] = {}
+    for layer, (_, reader) in readers.items():
+        found[layer] = own = reader.read(prompts, tick)
+        for at, inner in enumerate(reader.inner):
+            found[inner] = [None if each is None else each.inner[at] for each in own]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class FullRows:
     """Reads rows of a job in full before its first window, each with the `first` models, by layer with their names."""
 
     run: Run
     scorer: ModelScorer
-    first: Mapping[int, tuple[str, Reader]] = field(default_factory=dict)
+    first: Readers = field(default_factory=dict)
+
+    @property
+    def places(self) -> frozenset[int]:
+        """The layers of the first models, and those inside them."""
+        return frozenset(each for layer, (_, reader) in self.first.items() for each in (layer, *reader.inner))
 
     @property
     def engine(self) -> PlanEngine:
@@ -119,7 +136,7 @@ class FullRows:
         answered = sorted(found)
         own = [requests[number] for number in answered]
         prompts = [each.prompt for each in own]
-        first = {layer: reader.read(prompts, self.run.tick) for layer, (_, reader) in self.first.items()}
+        first = read_first(self.first, prompts, self.run.tick)
         return ReadRows(own, [found[number] for number in answered], plan.unique_tokens, layers, first)
 
     def counted(self, read: ReadRows) -> list[ScoredRow]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from prefillcli.errors import PrefillError
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits.first import Reader
+from prefillcli.reading.exits.first import Readers
 from prefillcli.reading.exits.full_rows import FullRows, ReadRows
 from prefillcli.reading.exits.policy import (
     ExitProfile,
@@ -27,6 +27,7 @@ from prefillcli.reading.exits.policy import (
     job_of_exits,
 )
 from prefillcli.reading.exits.proof import (
+    ExitCosts,
     exit_costs,
     observed_layers,
     prove_exits,
@@ -52,7 +53,9 @@ from prefillcli.rows.records import ScoredRow
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
+    from prefillcli.options.settings import JobSettings
     from prefillcli.prompts.labels import Labels
+    from prefillcli.reading.exits.ways import Ways
 
 
 EXITS = "exits"  # in the ledger of a job
@@ -83,10 +86,32 @@ def _row_of(written: Mapping[str, Any]) -> ScoredRow:
     return ScoredRow(**{**written, **arrays, "parts": tuple(map(_row_of, written["parts"]))})
 
 
-class Lesson(NamedTuple):
-    """What was learnt: the exits as a profile, the rows that need not be read again, and the report."""
+def with_first(costs: ExitCosts, first: Sequence[FirstUse], depth: int) -> ExitCosts:
+    """Return the costs of exits with those of `first` models before a model of so many layers. A layer inside one
+    costs a share of it."""
+    own = {each.layer - 1: each.cost * in_full(depth) for each in first}
+    ends = {layer - 1: each.layer - 1 for each in first for layer in each.inner}
+    inner = {layer: own[end] * (layer - end + depth) / depth for layer, end in ends.items()}
+    return replace(costs, first=own | inner, ends=ends)
 
-    profile: ExitProfile
+
+def bounded_classes(settings: JobSettings, asked: Sequence[Labels]) -> int:
+    """Return the most classes of a question's answers whose flips are bounded."""
+    return max(len(each.names) for each in asked) if settings.exits.flips_of == "each" else 1
+
+
+def provable_of(settings: JobSettings, asked: Sequence[Labels], rows: int) -> ProvableFlips:
+    """Return the best that a job of so many rows could prove by those that it reads in full first: at most half."""
+    classes = bounded_classes(settings, asked)
+    count = settings.exits.exit_rows or rows_to_learn(settings.flips.max_flips, classes)
+    return provable_flips(min(count, rows // 2), settings.flips.max_flips, classes)
+
+
+class Lesson(NamedTuple):
+    """What was learnt: the exits as a profile, the rows that need not be read again, and the report. Without a profile
+    all rows are read in full."""
+
+    profile: ExitProfile | None
     known: list[ScoredRow]
     use: ExitUse
 
@@ -104,7 +129,7 @@ class Learning(Protocol):
     def keeps(self, use: ExitUse) -> bool:
         """Return whether what it has left in the work folder beside the exits is still there, by their report."""
 
-    def readers(self) -> Mapping[int, tuple[str, Reader]]:
+    def readers(self) -> Readers:
         """Return the first models that decide rows once it has learnt, by layer with their names."""
 
 
@@ -118,12 +143,17 @@ def learnt_once(learning: Learning) -> Lesson:
     if found is None:
         profile, known, use = learning.learn()
         rows = list(map(_written, known))
-        data = json.dumps({"profile": profile.model_dump(mode="json"), "rows": rows}).encode()
+        written = None if profile is None else profile.model_dump(mode="json")
+        data = json.dumps({"profile": written, "rows": rows}).encode()
         sink.work.put_bytes(FILE, data)
         before = sink.settled.get(EXITS, {})
         ended = {ENDED: before[ENDED]} if ENDED in before else {}  # ended by drift, and learnt again since
         learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
         sink.settle(sink.settled | {EXITS: learnt | ended})
+        option = run.settings.exits.exit_option
+        if profile is None:
+            log.warning(f"{option}: {use.reason}; all rows are read in full")
+            return Lesson(profile, known, use)
         if run.report.report is not None and run.settings.exits.exit_profile is None and use.rare is None:
             path = exits_path(run.report.report)
             try:
@@ -132,14 +162,15 @@ def learnt_once(learning: Learning) -> Lesson:
                 log.warning(f"cannot write {path}: {error}")
         for name, own in use.questions.items():
             if own.reason is not None:
-                option = f"{run.settings.exits.exit_option}{of_question_text(use.told_apart(name))}"
-                log.warning(f"{option}: {own.reason}; all rows are read in full")
+                log.warning(
+                    f"{option}{of_question_text(use.told_apart(name))}: {own.reason}; all rows are read in full"
+                )
     else:
         profile, known = found
     return Lesson(profile, known, _use_of(sink.settled[EXITS]))
 
 
-def _stored(learning: Learning) -> tuple[ExitProfile, list[ScoredRow]] | None:
+def _stored(learning: Learning) -> tuple[ExitProfile | None, list[ScoredRow]] | None:
     # The profile that an earlier attempt at the job learnt, and the rows that it scored.
     sink = learning.rows.run.sink
     stored = sink.settled.get(EXITS, {})
@@ -151,7 +182,7 @@ def _stored(learning: Learning) -> tuple[ExitProfile, list[ScoredRow]] | None:
         data = b""
     if hashlib.sha256(data).hexdigest() == stored["digest"]:
         content = json.loads(data)
-        profile = ExitProfile.model_validate(content["profile"])
+        profile = None if content["profile"] is None else ExitProfile.model_validate(content["profile"])
         return (profile, list(map(_row_of, content["rows"]))) if learning.keeps(_use_of(stored)) else None
     place = f"{sink.work.location}/{FILE}"
     log.warning(f"{place} is gone or damaged: the exits are learnt again, from the same rows")
@@ -161,21 +192,24 @@ def _stored(learning: Learning) -> tuple[ExitProfile, list[ScoredRow]] | None:
 @dataclass(frozen=True, slots=True)
 class ExitLearning:
     """Learns exits whose flips are bounded, or tests those that are `given`, the profile that `--exit-profile`
-    names. It is a `Learning`."""
+    names. With `ways` --max-flips is given alone. It is a `Learning`."""
 
     rows: FullRows
     given: ExitProfile | None
     read_as: Sequence[Any] = ()
+    ways: Ways | None = None
 
     def keeps(self, use: ExitUse) -> bool:
         return True
 
-    def readers(self) -> Mapping[int, tuple[str, Reader]]:
+    def readers(self) -> Readers:
         return self.rows.first
 
     def learn(self) -> Lesson:
         """Read some rows in full and learn from them, or test whether a given profile still holds."""
         inputs, settings, given = self.rows.run.inputs, self.rows.run.settings, self.given
+        if self.ways is not None and self.ways.unable is not None:
+            return self._nothing(self.ways.unable)
         depth: int = inputs.opened.files.config.get_text_config().num_hidden_layers
         layers = observed_layers(depth) if settings.exits.exit else ()
         policies = [] if given is None else [each.policy for each in given.questions if each.policy is not None]
@@ -183,11 +217,7 @@ class ExitLearning:
             own = (layer for each in policies if each.inside is not None for layer in each.inside.layers)
             layers = tuple(sorted(set(own)))
         # The best that the rows could prove. They only check a given profile.
-        provable = None
-        if given is None:
-            provable = provable_flips(
-                min(self._count, len(self.rows.numbers()) // 2), settings.flips.max_flips, self._classes
-            )
+        provable = None if given is not None else provable_of(settings, inputs.labels.asked, len(self.rows.numbers()))
         read = self._read_rows(layers, provable)
         first = read.first_use(inputs.opened, self.rows.first)
         found = [
@@ -214,9 +244,21 @@ class ExitLearning:
             rows_in_full=len({request.prompt.row for request in read.requests}),
             learnt_rows=len(known),
             first=first,
+            tried=[] if self.ways is None else list(self.ways.tried),
+            left_out={} if self.ways is None else dict(self.ways.left_out),
             questions=uses,
         )
         return Lesson(profile, known, use)
+
+    def _nothing(self, reason: str) -> Lesson:
+        # Nothing is read to learn from, because no row of this job could leave.
+        settings, asked = self.rows.run.settings, self.rows.run.inputs.labels.asked
+        own = {each.question.name or ANSWER: QuestionExits(status="none", reason=reason) for each in asked}
+        use = ExitUse(
+            status="none", reason=reason, max_flips=settings.flips.max_flips, flips_of=settings.exits.flips_of,
+            model_layers=0, questions=own,
+        )  # fmt: skip
+        return Lesson(None, [], use)
 
     def _learnt(
         self, part: int, labels: Labels, read: ReadRows, first: Sequence[FirstUse], given: LearntExits | None
@@ -227,6 +269,7 @@ class ExitLearning:
         if given is not None:
             if (policy := given.policy) is None:
                 return given, given.findings.reason
+            policy = policy.with_readers(self.rows.places)
             check = recheck_exits(policy, rows, settings.flips.max_flips, names, settings.exits.flips_of)
             if not settings.run.quiet:
                 log.info(f"--exit-profile{of_question_text(given.question)}: {check.text}")
@@ -237,7 +280,7 @@ class ExitLearning:
             layers=depth,
             max_flips=settings.flips.max_flips,
             labels=names,
-            costs=replace(exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in first}),
+            costs=with_first(exit_costs(config), first, depth),
             flips_of=settings.exits.flips_of,
             of=self._drawn_from,
         )
@@ -260,6 +303,7 @@ class ExitLearning:
                     peek=each.peek,
                     thresholds=dict(zip(learnt.labels, each.thresholds, strict=True)),
                     expected=each.leaving,
+                    saves=each.saves,
                 )
                 for each in findings.exits
             ],
@@ -314,6 +358,4 @@ class ExitLearning:
 
     @property
     def _classes(self) -> int:
-        # The most classes of a question's answers whose flips are bounded.
-        names = max(len(each.names) for each in self.rows.run.inputs.labels.asked)
-        return names if self.rows.run.settings.exits.flips_of == "each" else 1
+        return bounded_classes(self.rows.run.settings, self.rows.run.inputs.labels.asked)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
@@ -26,11 +26,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.open import WORDS
+from prefillcli.options.requirements import spelled_out
 from prefillcli.reading.exits.findings import ExitFindings, FlipsOf
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.rows.records import BEFORE
-from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
+from prefillcli.stats.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from prefillcli.stats.labels import label_probabilities
 from prefillcli.stats.ridge import ridge
 
@@ -371,6 +372,16 @@ class ExitPolicy:
         own = tuple(each for each in self.exits if each.layer > BEFORE)
         return ExitPolicy(own) if own else None
 
+    def with_readers(self, layers: Collection[int]) -> ExitPolicy:
+        """Return the exits that are inside the model, or before it after one of these `layers`: fewer never flip more
+        rows."""
+        return ExitPolicy(tuple(each for each in self.exits if each.layer > BEFORE or each.layer in layers))
+
+    def among(self, layers: Collection[int], shift: int = 0) -> ExitPolicy:
+        """Return the exits after these `layers`, whose numbers change by `shift`."""
+        own = (each for each in self.exits if each.layer in layers)
+        return ExitPolicy(tuple(replace(each, layer=each.layer + shift) for each in own))
+
     def at(self, layer: int) -> ExitLayer:
         """Return the exit after a layer. Raises KeyError if there is none."""
         for each in self.exits:
@@ -389,12 +400,15 @@ class ExitPolicy:
 
     def decide(self, layer: int, readings: Readings) -> Decisions:
         """Return the rows that leave after this layer."""
-        own = self.at(layer)
-        predicted = own.probe.logits(readings)
-        lead = lead_of(predicted)
+        predicted = self.at(layer).probe.logits(readings)
         highest = predicted.max(axis=1, keepdims=True)
         total = highest + np.log(np.exp(predicted - highest).sum(axis=1, keepdims=True))
-        return Decisions(lead.ahead >= np.asarray(own.thresholds)[lead.label], predicted - total)
+        return Decisions(self.suffices(layer, predicted), predicted - total)
+
+    def suffices(self, layer: int, predicted: Float64Array) -> BoolArray:
+        """Return a mask of the rows [rows] whose `predicted` label logits [rows, labels] decide them after a layer."""
+        lead = lead_of(predicted)
+        return np.asarray(lead.ahead >= np.asarray(self.at(layer).thresholds)[lead.label], np.bool_)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the form from which `policy_of` restores the same policy. A threshold of infinity is null."""
@@ -575,7 +589,7 @@ def exit_profile_at(path: str) -> ExitProfile:
 def job_of_exits(inputs: Inputs, digests: Mapping[str, str], read_as: Sequence[Any]) -> dict[str, Any]:
     """Return the identity of a job for the exits that it learns, by the `digests` of its fingerprint: a job that uses
     them again must have the same. `read_as` states how prompts are read otherwise."""
-    settings = inputs.settings
+    settings = spelled_out(inputs.settings)
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept = list(read_as)
     named = (WORDS, settings.exits.narrow)  # a first model is identified by its contents

@@ -251,8 +251,10 @@ class ExitCosts:
     repeated: float = 0.115
     regroup: float = 0.05
     reading: float = 3.0
-    # The reading of a token by each of the first models, in layers of the model.
+    # The reading of a token by each of the first models to its end, and to layers inside it, in layers of the model.
     first: Mapping[int, float] = field(default_factory=dict)
+    # Of layers inside a first model, that of its end.
+    ends: Mapping[int, int] = field(default_factory=dict)
 
 
 def exit_costs(config: Any) -> ExitCosts:
@@ -267,12 +269,13 @@ def exit_costs(config: Any) -> ExitCosts:
     return ExitCosts(keys=share, repeated=share)
 
 
-def reading_cost(small: Small, opened: Opened, lengths: Sequence[tuple[int, int]]) -> float:
+def reading_cost(small: Small, opened: Opened, lengths: Sequence[tuple[int, int]], width: int | None = None) -> float:
     """Return what a first model's readings of prompts cost, over reading them in full, where they have these
     `lengths`, at least one: in the first model's tokens and in the model's.
 
     It decides which rows are read in full, so it is made of counted operations, and of the speed of the device's
-    products where the first model multiplies other numbers. With the clock, a busy machine would decide.
+    products, of the usual or this `width`, where the first model multiplies other numbers. With the clock, a busy
+    machine would decide.
     """
     own, full = zip(*lengths, strict=True)
     try:
@@ -286,7 +289,7 @@ def reading_cost(small: Small, opened: Opened, lengths: Sequence[tuple[int, int]
         return share
     from prefillcli.models.dtype import times_as_long
 
-    return share * times_as_long(form, than, opened.device)
+    return share * times_as_long(form, than, opened.device, width)
 
 
 def _operations(files: ModelFiles, lengths: Sequence[int]) -> float:
@@ -344,12 +347,18 @@ def work_of(
     paid = np.zeros(decided.shape[1])
     gone = np.full(decided.shape[1], full)
     peeks: list[bool] = []
+    reached: dict[int, float] = {}  # by the end of a first model, the cost of a token that is paid already
     for number, layer in enumerate(exit_layers):
         going = inside & decided[number]
         staying = inside & ~decided[number]
         if layer <= BEFORE:  # a row that it can read is read, and a decided one is not begun
             read = inside if before is None else inside & before[layer]
-            paid[read] += costs.first.get(layer, 0.0) * weights[read]
+            cost, end = costs.first.get(layer, 0.0), costs.ends.get(layer, layer)
+            paid[read] += (cost - reached.get(end, 0.0)) * weights[read]
+            reached[end] = cost
+            if end != layer:
+                paid[read] += costs.reading
+                paid[read & staying] += costs.regroup * weights[read & staying]
             gone[going] = 0
             left[going] = number
             peeks.append(False)
@@ -768,6 +777,7 @@ def _proven(
                 thresholds=tuple(value if math.isfinite(value) else None for value in own.thresholds),
                 peek=own.peek,
                 leaving=leaving,
+                saves=_work_without(each, kept, cautions, judge, task) - work.share,
             )
             for each, own, leaving in zip(kept, exits, work.leaving, strict=True)
         ),
@@ -828,6 +838,14 @@ def _work(exits: Sequence[Candidate], cautions: Sequence[float], judge: Learning
     said, reach = _seen(exits, judge)
     decided = reach >= np.asarray(cautions)[said]
     return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.before)
+
+
+def _work_without(
+    exit: Candidate, exits: Sequence[Candidate], cautions: Sequence[float], judge: LearningRows, task: _Task
+) -> float:
+    # The share of the work in full that is left without one of the exits.
+    others = [each for each in exits if each is not exit]
+    return _work(others, cautions, judge, task).share if others else 1.0
 
 
 def _classes(

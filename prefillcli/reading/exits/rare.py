@@ -285,12 +285,15 @@ class Remembered:
     """
 
     block = 1 << 31
+    inner: tuple[int, ...] = ()
 
     def __init__(self, numbers: Int64Array, leads: Any, tokens: int, seconds: float) -> None:
         self._numbers, self._leads = numbers, leads
         self.tokens, self.seconds = tokens, seconds
 
-    def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
+    def read(
+        self, prompts: Sequence[Prompt], tick: Tick, policies: Mapping[int, ExitPolicy] | None = None
+    ) -> list[FirstReading | None]:
         """Return the reading of each prompt; None for one that was not decided."""
         leads = self._leads[np.searchsorted(self._numbers, [prompt.row for prompt in prompts])]
         return [

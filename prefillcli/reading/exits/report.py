@@ -63,12 +63,21 @@ def provable_text(found: ProvableFlips, classes: int, max_flips: float, option: 
         f"{option} reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
         f"flip, that many prove at most {found.max_flips:.2%} flips"
     )
-    if found.judged >= found.rows_needed:
-        return text
-    rows, of_each = 2 * classes * found.rows_needed, " of each" if classes > 1 else ""
-    text += (
-        f". --max-flips {max_flips:g} takes {found.rows_needed:,}{of_each}, {rows:,} rows of a job of twice as many"
+    return text if found.judged >= found.rows_needed else f"{text}. {_enough_text(found, classes, max_flips)}"
+
+
+def futile_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
+    """Return why learning rows are not read: they could not prove `max_flips`."""
+    each = f" of each of {classes} answers" if classes > 1 else ""
+    return (
+        f"{found.rows:,} rows read in full, {found.judged:,} to judge{each}, would prove at most "
+        f"{found.max_flips:.2%} flips. {_enough_text(found, classes, max_flips)}"
     )
+
+
+def _enough_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
+    rows, of_each = 2 * classes * found.rows_needed, " of each" if classes > 1 else ""
+    text = f"--max-flips {max_flips:g} takes {found.rows_needed:,}{of_each}, {rows:,} rows of a job of twice as many"
     smallest = math.ceil(found.max_flips * 1e4) / 1e4  # rounded up, as no smaller rate is proven
     return text if smallest >= 1 else f"{text}; the smallest --max-flips that may be proven here is {smallest:g}"
 
@@ -93,6 +102,7 @@ class UsedExit(BaseModel):
     peek: bool  # whether only the last tokens go through the layer before the rows that leave are chosen
     thresholds: dict[str, float | None]  # by label: the lead that it needs; None where rows with it stay
     expected: float  # share of the rows that leave here, by the learning rows
+    saves: float | None = None  # share of the work in full that it saves beside the others, by the learning rows
     rows: int = 0  # rows of the output that left here
     share: float | None = None  # share of the scored rows, without those that exits were learnt from
 
@@ -102,6 +112,7 @@ class FirstUse(BaseModel):
 
     model: str
     layer: int = 0  # the exit layer of the rows that it decides: 0 for the last one, -1 for the one before, and so on
+    inner: list[int] = Field(default_factory=list)  # of rows that it decides after layers inside it
     cost: float  # of its reading of a token, over that of the model
     token_seconds: float  # of the model for a token of a prompt, by the rows that were read in full first
     rows: int = 0  # of the output that it decided
@@ -179,9 +190,13 @@ def _free_rows(by_layer: Mapping[str, LayerCount], learnt: int) -> int:
 def _take_rows(places: Sequence[UsedExit | FirstUse], by_layer: Mapping[str, LayerCount], learnt: int) -> None:
     free = _free_rows(by_layer, learnt)
     for each in places:
-        own = by_layer.get(str(each.layer))
-        each.rows = own.rows if own is not None else 0
+        own = [by_layer[str(layer)] for layer in _layers_of(each) if str(layer) in by_layer]
+        each.rows = sum(found.rows for found in own)
         each.share = each.rows / free if free else None
+
+
+def _layers_of(place: UsedExit | FirstUse) -> list[int]:
+    return [*(place.inner if isinstance(place, FirstUse) else ()), place.layer]
 
 
 class ExitUse(Finding):
@@ -202,6 +217,8 @@ class ExitUse(Finding):
     rows_in_full: int = 0  # read in full before the first window
     learnt_rows: int = 0  # those of them whose scores in the output are from that read
     first: list[FirstUse] = Field(default_factory=list)
+    tried: list[str] = Field(default_factory=list)  # the ways that --max-flips stood for, where it was given alone
+    left_out: dict[str, str] = Field(default_factory=dict)  # those that were not tried, and why
     rare: RareUse | None = None  # with --recall and --precision
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
@@ -247,6 +264,8 @@ class ExitUse(Finding):
 def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
     """Yield the lines that exits add to the table of a run: name and text."""
     yield "exits", _status(use)
+    if use.tried:
+        yield "tried", _tried(use)
     for each in use.first:
         yield (
             "first model",
@@ -271,6 +290,16 @@ def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
                 for each in own.audited
             ]
             yield f"exits, audited{_of(name, use)}", "; ".join(texts)
+
+
+def _tried(use: ExitUse) -> str:
+    used = {_way(use, each.layer) for own in use.questions.values() for each in own.layers}
+    texts = [name if name in used else f"{name} (does not pay, or nothing is proven)" for name in use.tried]
+    return "; ".join([", ".join(texts), *(f"{name} is left out: {why}" for name, why in use.left_out.items())])
+
+
+def _way(use: ExitUse, layer: int) -> str:
+    return next((first.model for first in use.first if layer in _layers_of(first)), "exits")
 
 
 def _of(question: str, use: ExitUse) -> str:
@@ -339,8 +368,12 @@ def _place(use: ExitUse, name: str) -> str:
     # The places where rows left, by the name of their layer in a report.
     if name == TO_THE_END:
         return "to the end"
-    by = next((first.model for first in use.first if first.layer == int(name)), None)
-    return f"after {name}" if by is None else f"by {visible(by, line=True)}"
+    layer = int(name)
+    by = next((first for first in use.first if layer in _layers_of(first)), None)
+    if by is None:
+        return f"after {name}"
+    said = f"by {visible(by.model, line=True)}"
+    return said if layer == by.layer else f"{said} after {layer - by.layer + use.model_layers}"
 
 
 def _saved(use: ExitUse) -> str | None:
@@ -433,6 +466,7 @@ def _question_parts(name: str, use: QuestionExits, job: ExitUse) -> list[Part]:
             *("stays" if ahead is None else f"{ahead:.2f}" for ahead in each.thresholds.values()),
             f"{each.expected:.1%}",
             percent_or_nothing(each.share),
+            percent_or_nothing(each.saves),
         ]
         for each in use.layers
     ]
@@ -442,7 +476,7 @@ def _question_parts(name: str, use: QuestionExits, job: ExitUse) -> list[Part]:
         for each in use.audited
     ]
     sure = f"{100 * job.confidence:g} %"
-    header = ["after layer", "probe", "peek", *labels, "expected", "left"]
+    header = ["after layer", "probe", "peek", *labels, "expected", "left", "saves"]
     judged = ["label in full", "fitted", "judged", "flips", f"at most ({sure})"]
     left = ["label in full", "audited", "would leave", "flips", f"{sure} interval"]
     return [

@@ -77,6 +77,8 @@ def start_pool(
     crew = RUNNERS[settings.processes.runner].crew(settings, opened)
     folders: dict[str, Any] = {"model": str(opened.files.origin), "revision": None}
     folders |= with_small(settings, [str(each.files.origin) for each in opened.small])
+    if settings.exits.narrow is not None:
+        folders["compute"] = next((each.narrow for each in opened.small if each.narrow is not None), None)
     spec = WorkerSpec(
         number=0,
         settings=settings.with_options(folders),

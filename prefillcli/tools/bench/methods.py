@@ -26,6 +26,7 @@ class Method:
 
 
 _KEEP = ("keep", "compress_above")
+_BOUND = ("max_flips",)
 METHODS = {
     "hf": Method("transformers, one prompt after the other", {"engine": "hf"}),
     "full": Method("the layer walk, each prompt by itself", apart=True),
@@ -36,15 +37,19 @@ METHODS = {
     ),
     "random": Method("random chunks instead: what a draft must beat", {"draft": "random"}, takes=_KEEP),
     "bm25": Method("the sentences most like the question instead", {"draft": "bm25"}, takes=_KEEP),
-    "early-exit": Method("the layer walk, which rows leave when they are decided (--exit)", {"exit": True}),
-    "first": Method("the models of --first decide rows, and the layer walk reads the others", takes=("first",)),
+    "early-exit": Method("the layer walk, which rows leave when they are decided (--exit)", {"exit": True}, _BOUND),
+    "first": Method(
+        "the models of --first decide rows, and the layer walk reads the others", takes=("first", *_BOUND)
+    ),
     "first-exit": Method(
         "the models of --first decide rows, and others leave the layer walk when they are decided",
         {"exit": True},
-        takes=("first",),
+        takes=("first", *_BOUND),
     ),
     "int8": Method(
-        "the model reads rows in int8, and again those that are in doubt (--compute int8)", {"compute": "int8"}
+        "the model reads rows in int8, and again those that are in doubt (--compute int8)",
+        {"compute": "int8"},
+        _BOUND,
     ),
     "vllm": Method(
         "vLLM in its own process, with a copy of the model; its prefix cache begins empty", {"engine": "vllm"}

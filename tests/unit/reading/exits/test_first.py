@@ -8,7 +8,8 @@ import numpy as np
 
 from prefillcli.engines.base import Readings
 from prefillcli.plan.behind import LabelSet
-from prefillcli.reading.exits.first import WIDTH, WordsReader, hashed_words, readings_of
+from prefillcli.reading.exits.first import WIDTH, InnerRule, WordsReader, hashed_words, readings_of
+from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, RidgeProbe
 from prefillcli.reading.exits.proof import ExitCosts, LearningRows, prove_exits
 from prefillcli.rows.records import BEFORE, Prompt
 
@@ -64,3 +65,16 @@ def test_what_it_cannot_read_is_judged_too() -> None:
     assert found.findings.exits[0].leaving < 0.65
     broken = replace(rows, readings={2: replace(known, hidden=np.where(unread[:, None], np.nan, hidden))})
     assert prove_exits(broken, layers=8, max_flips=0.05).findings.dropped == unread.sum()
+
+
+def test_where_the_end_of_a_first_model_decides_nothing_all_prompts_leave_after_its_last_inner_layer() -> None:
+    probe = RidgeProbe(np.array([[1.0, -1.0]], np.float32), np.zeros(2, np.float32))
+    policy = ExitPolicy(tuple(ExitLayer(layer, probe, (1.0, 1.0), peek=False) for layer in (2, 5)))
+    hidden = np.array([[3.0], [0.0]], np.float32)  # of unit length: a lead of 2, and none
+    shown = Readings(hidden, np.zeros((2, 2)), np.zeros((2, 2)))
+    for ends, last in ((False, [True, False]), (True, [True, True])):
+        rule = InnerRule(policy, ends)
+        assert rule.decide(2, shown).decided.tolist() == [True, False]
+        assert rule.decide(5, shown).decided.tolist() == last
+    # Those in doubt are told apart by what they leave with.
+    assert policy.suffices(5, rule.decide(5, shown).logprobs).tolist() == [True, False]

@@ -353,3 +353,17 @@ def test_a_policy_comes_back_from_its_file() -> None:
             again.decide(layer, fresh.readings[layer]), found.policy.decide(layer, fresh.readings[layer]), strict=True
         ):
             assert (one == two).all()
+
+
+def test_work_of_a_first_model_with_layers_inside_it_is_counted_by_hand() -> None:
+    """Words, half of a first model, its end, and a model of ten layers, for rows of 10, 20, 30 and 40 tokens."""
+    costs = ExitCosts(keys=0.1, regroup=0.05, reading=2.0, first={-11: 0.5, -6: 2.0, -1: 4.0}, ends={-6: -1})
+    decided = np.array([[True, False, False, False], [False, True, False, False], [False, False, True, False]])
+    tokens = np.array([10.0, 20.0, 30.0, 40.0])
+    found = work_of(decided, (-11, -6, -1), tokens, 10, costs)
+    assert found.left.tolist() == [0, 1, 2, -1]
+    words, half, end = 100 * 0.5, 90 * 2.0 + 3 * 2.0 + 70 * 0.05, 70 * 2.0
+    assert found.share == pytest.approx((words + half + end + 40 * 9.1) / (100 * 9.1))
+    # Without its end it is not read that far.
+    found = work_of(decided[:2], (-11, -6), tokens, 10, costs)
+    assert found.share == pytest.approx((words + half + 70 * 9.1) / (100 * 9.1))
