@@ -83,7 +83,7 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
 
     Raises UsageError if none of them can.
     """
-    linear = narrowed_layers(model)
+    linear = {each: None for each in narrowed_layers(model) if not each.weight.is_meta}  # of layers that are read
     if not linear:
         raise UsageError(
             f"--compute {kind}: no weights of this model can be multiplied so: they are packed, or of unusual shapes\n"
@@ -143,8 +143,6 @@ def narrow_product(linear: nn.Linear, kind: Narrow) -> Callable[[Tensor], Tensor
 
 def _changes(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # packed numbers, or something else
-        return False
-    if module.weight.is_meta:  # of a layer that is not read
         return False
     outputs, inputs = module.weight.shape
     return min(outputs, inputs) >= LEAST and outputs % 16 == inputs % 16 == 0

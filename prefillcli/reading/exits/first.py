@@ -85,6 +85,11 @@ class InnerRule(NamedTuple):
         """See `LeavingRule`."""
         return self.policy.layers
 
+    @property
+    def reads_logits(self) -> bool:
+        """See `LeavingRule`."""
+        return self.policy.reads_logits
+
     def peeks(self, layer: int) -> bool:
         """See `LeavingRule`."""
         return self.policy.peeks(layer)
