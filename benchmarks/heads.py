@@ -1,0 +1,279 @@
+"""`python -m benchmarks.heads`: what heads fitted to right answers add, at which layer, with how many of them.
+
+    python -m benchmarks.heads --model qwen --compute int8 -o out/heads          # Typed Decisions, 400 cases
+    python -m benchmarks.heads --model qwen --compute int8 --texts reviews --cases 400 -o out/heads-reviews
+    python -m benchmarks.heads --table -o out/heads [--labels 20 --labels 40 --labels 80]
+
+A model reads the cases once, as requests of System One; the hidden states at the end of each question are kept in
+files of the output folder, so that a run that was stopped goes on. Then each question gets a head of its own, as
+`prefill fit` solves it, in five folds: four fifths of the cases teach, and the answers to the others are judged. Rivals
+are judged on the same cases.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from sklearn.model_selection import StratifiedKFold
+
+from benchmarks.console import log
+from benchmarks.decisions import TYPES, Case, figures, typed_decisions
+from benchmarks.decisions import Judged as JudgedCase
+from benchmarks.forms import TEXTS, model_of
+from prefillcli.core.models import Models
+from prefillcli.core.request import Request, plan_requests
+from prefillcli.engines.base import EarlyExits, Treatment
+from prefillcli.judging.calibration import fit_platt
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.reading.exits.first import hashed_words
+from prefillcli.scoring.loading import load_walk
+from prefillcli.scoring.opening import open_inputs, open_rows
+from prefillcli.stats.arrays import Float64Array, Int64Array
+from prefillcli.stats.labels import label_probabilities, log_shares_of
+from prefillcli.stats.ridge import ridge
+from prefillcli.tools.fit.solve import chance_of, solve
+from prefillcli.walk.narrow import Narrow, in_smaller_numbers
+from recipes.real_model import FOLDER
+
+SHARES = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)  # of the depth, after which hidden states are kept
+TOGETHER = 20  # cases that are read and kept together
+FOLDS = 5
+
+
+def cases_of(texts: str, folder: Path, count: int) -> list[Case]:
+    """The cases: those of Typed Decisions one workflow after the other, so that any beginning has all of them."""
+    if texts == "decisions":
+        by_workflow: dict[str, list[Case]] = defaultdict(list)
+        for case in typed_decisions(folder):
+            by_workflow[case.workflow].append(case)
+        return [case for each in zip(*by_workflow.values(), strict=True) for case in each][:count]
+    found = TEXTS[texts](folder, count)
+    questions: dict[str, dict[str, Any]] = {}
+    for task in found.tasks:
+        asked = {"type": task.kind, "instructions": task.instructions}
+        criteria = {"choice": dict.fromkeys(task.options), "score": list(task.options)}.get(task.kind)
+        questions[task.kind] = asked | ({"type": "noul"} if criteria is None else {"criteria": criteria})
+    gold = [row | {"predicate": None if row["predicate"] is None else 1 - row["predicate"]} for row in found.rows]
+    return [
+        Case(texts, row["text"], questions, {name: row[name] for name in questions if row[name] is not None})
+        for row in gold
+    ]
+
+
+class Reader:
+    """A model that reads cases for their hidden states."""
+
+    def __init__(self, model: Path, compute: Narrow | None) -> None:
+        self._model, self._compute = model, compute
+        self._loaded: Models[Any] | None = None
+        self._layers: tuple[int, ...] = ()
+
+    def read(self, cases: Sequence[Case], first: int) -> dict[str, Any]:
+        """Arrays of all questions of the cases, of which this is the `first` number: hidden states [questions, layers, hidden] after `layers`, the model's
+        own log-probabilities [questions, answers], hashed words, the number of the case and of its question."""
+        with TemporaryDirectory() as folder:
+            source = Path(folder, "in.jsonl")
+            source.write_text("".join(json.dumps({"state": c.state, "questions": c.questions}) + "\n" for c in cases))
+            settings = ScoreSettings(
+                inputs=[str(source)],
+                model=str(self._model),
+                output=str(Path(folder, "out.jsonl")),
+                quiet=True,
+                weights="resident",
+            )
+            inputs = open_inputs(*open_rows(settings))
+            if self._loaded is None:
+                depth = inputs.opened.files.config.get_text_config().num_hidden_layers
+                self._layers = tuple(sorted({round(depth * share) - 1 for share in SHARES} | {depth - 2}))
+                self._loaded = load_walk(inputs.opened, settings)
+                walk = self._loaded.engine.walk
+                if self._compute is not None:
+                    walk.arithmetic = in_smaller_numbers(walk.model, self._compute)
+            requests = [Request(prompt) for window in inputs.windows() for prompt in window.prompts]
+            inputs.builder.close()
+        begun, found = perf_counter(), {}
+        plan = plan_requests(requests, self._loaded.engine.limits)
+        treatment = Treatment(EarlyExits(observed=self._layers))
+        for answers in self._loaded.engine.answer_all(
+            plan.packs, lambda i: requests[i].prompt.labels, lambda tokens: None, treatment
+        ):
+            found |= {answer.prompt: answer for answer in answers}
+        own = [found[at] for at in range(len(requests))]
+        logprobs = np.full((len(own), max(len(each.logprobs) for each in own)), np.nan)
+        for row, each in enumerate(own):
+            logprobs[row, : len(each.logprobs)] = each.logprobs
+        return {
+            "hidden": np.stack([np.stack([each.hidden[0] for each in answer.readings]) for answer in own]),
+            "logprobs": logprobs,
+            "words": np.stack([hashed_words(each.prompt.tokens) for each in requests]).astype(np.float16),
+            "row": np.array([first + each.prompt.row for each in requests]),
+            "part": np.array([each.prompt.part for each in requests]),
+            "layers": np.array(self._layers),
+            "tokens": sum(len(pack.tokens) for pack in plan.packs),
+            "seconds": perf_counter() - begun,
+        }
+
+
+class Asked(NamedTuple):
+    """A question with the cases that have a right answer to it: hidden states [cases, hidden] by layer, counted from
+    1, the model's own log-probabilities [cases, answers], words, and right answers [cases]."""
+
+    type: str
+    hidden: Mapping[int, Any]
+    own: Float64Array
+    words: Float64Array
+    truth: Int64Array
+
+
+def asked_of(cases: Sequence[Case], output: Path) -> dict[str, Asked]:
+    """What was read about each question, by its name."""
+    parts = [np.load(file) for file in sorted(output.glob("*.npz"))]
+    layers = [int(layer) + 1 for layer in parts[0]["layers"]]
+    found: dict[str, list[tuple[Any, Any, Any, int]]] = defaultdict(list)
+    types: dict[str, str] = {}
+    for part in parts:
+        for at, (row, number) in enumerate(zip(part["row"].tolist(), part["part"].tolist(), strict=True)):
+            case = cases[row]
+            name = list(case.questions)[number]
+            if name in case.gold:
+                own = part["logprobs"][at]
+                key = f"{case.workflow}.{name}"
+                found[key].append((part["hidden"][at], own[~np.isnan(own)], part["words"][at], case.gold[name]))
+                types[key] = case.questions[name]["type"]
+    return {
+        key: Asked(
+            types[key],
+            {layer: np.stack([each[0][at] for each in rows]) for at, layer in enumerate(layers)},
+            np.stack([each[1] for each in rows]),
+            np.stack([each[2] for each in rows]).astype(np.float64),
+            np.array([each[3] for each in rows]),
+        )
+        for key, rows in found.items()
+    }
+
+
+class Told(NamedTuple):
+    """The probabilities that each way gives to the held-out cases of a question, and the layers of its heads."""
+
+    type: str
+    truth: Int64Array
+    by: dict[str, Float64Array]
+    layers: list[int]
+
+
+def told(asked: Asked, labels: int | None = None, seed: int = 0) -> Told:
+    """The answers to held-out cases by each way, with heads taught by this many `labels` (None: all others)."""
+    truth, answers = asked.truth, asked.own.shape[1]
+    ways = ["the commonest answer", "own", "own, calibrated", "own, prior out", "words", "head"]
+    ways += [f"head at layer {layer}" for layer in asked.hidden]
+    found = {way: np.full((len(truth), answers), np.nan) for way in ways}
+    chosen, shares = [], log_shares_of(asked.own)
+    for rows, rest in StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(truth, truth):
+        some = rows if labels is None else np.random.default_rng(seed).permutation(rows)[:labels]
+        counts = np.bincount(truth[some], minlength=answers) + 1.0
+        found["the commonest answer"][rest] = counts / counts.sum()
+        found["own"][rest] = label_probabilities(asked.own[rest])
+        found["own, calibrated"][rest] = fit_platt(shares[some], truth[some]).apply(shares[rest])
+        found["own, prior out"][rest] = label_probabilities(asked.own[rest] - shares[rows].mean(axis=0))
+        found["words"][rest] = _by_words(asked.words, truth, answers, some, rest)
+        for layers in [tuple(asked.hidden), *((layer,) for layer in asked.hidden)]:
+            head = solve({layer: asked.hidden[layer][some] for layer in layers}, truth[some], answers)
+            states = asked.hidden[head.layer]
+            spread = states[some].astype(np.float64).std(axis=0)
+            features = (states[rest] - states[some].astype(np.float64).mean(axis=0)) / np.where(spread > 0, spread, 1)
+            way = "head" if len(layers) > 1 else f"head at layer {head.layer}"
+            found[way][rest] = label_probabilities(features @ head.weights + head.bias)
+            chosen += [head.layer] if way == "head" else []
+    return Told(asked.type, truth, found, chosen)
+
+
+def _by_words(words: Float64Array, truth: Int64Array, answers: int, some: Any, rest: Any) -> Float64Array:
+    lengths = np.linalg.norm(words, axis=1, keepdims=True)
+    points = words / np.where(lengths > 0, lengths, 1)
+    fitted = ridge(points[some], np.eye(answers)[truth[some]])
+    held, scores = fitted.held_out, points[rest] @ fitted.weights + fitted.bias
+    return np.asarray(fit_platt(held, truth[some]).apply(scores))
+
+
+def judged(every: Sequence[Told], way: str) -> list[JudgedCase]:
+    """The answers of a way to all questions, for `benchmarks.decisions.figures`."""
+    return [
+        JudgedCase(("", ""), each.type, shares.tolist(), int(right))
+        for each in every
+        for shares, right in zip(each.by[way], each.truth, strict=True)
+    ]
+
+
+def table(every: Sequence[Told], depth: int) -> Iterator[str]:
+    """A table in Markdown: accuracy, Brier score and log loss of each way, in all and by type, the calibration error,
+    and the layers of one forward."""
+    yield "| way | all | noul | choice | score | calibration error | layers |"
+    yield "| --- " * 7 + "|"
+    for way in every[0].by:
+        each = judged(every, way)
+        cells = [each, *([own for own in each if own.type == kind] for kind in TYPES)]
+        shown = " | ".join(
+            " ".join(f"{figures(own)[name]:.3f}" for name in ("accuracy", "brier", "loss")) if own else ""
+            for own in cells
+        )
+        layers = "0" if way in ("the commonest answer", "words") else f"{depth}"
+        if way == "head":
+            layers = f"{np.mean([layer for own in every for layer in own.layers]):.1f} on average"
+        elif way.startswith("head"):
+            layers = way.split()[-1]
+        yield f"| {way} | {shown} | {figures(each)['error']:.3f} | {layers} |"
+
+
+def compared(every: Sequence[Told]) -> Iterator[str]:
+    """How likely the difference between heads and each rival is by chance, over all questions."""
+    truth = np.concatenate([each.truth for each in every])
+    width = max(each.by["head"].shape[1] for each in every)
+
+    def wide(way: str) -> Float64Array:
+        own = [np.pad(each.by[way], ((0, 0), (0, width - each.by[way].shape[1]))) for each in every]
+        return np.concatenate(own)
+
+    for way in ("own", "own, calibrated", "the commonest answer", "words"):
+        yield f"head against {way}: p = {chance_of(wide('head'), wide(way), truth):.2g}"
+
+
+def main(
+    model: Annotated[str, typer.Option(help="smollm2, gemma, qwen, or a folder or file.")] = "smollm2",
+    texts: Annotated[str, typer.Option(help="decisions, reviews or rated.")] = "decisions",
+    cases: Annotated[int, typer.Option(help="Cases, at most.")] = 400,
+    compute: Annotated[str | None, typer.Option(help="int8, or nothing.")] = None,
+    labels: Annotated[list[int] | None, typer.Option(help="Right answers that teach a head; repeatable.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where models and texts are, or go.")] = FOLDER,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of what was read.")] = Path("out/heads"),
+    only_table: Annotated[bool, typer.Option("--table", help="Read nothing; tell what was read before.")] = False,
+) -> None:
+    """Read cases once, and compare heads with other answers on held-out ones."""
+    output.mkdir(parents=True, exist_ok=True)
+    every = cases_of(texts, folder, cases)
+    file = Path(model).expanduser()
+    reader = Reader(file if file.exists() else model_of(model, folder)[0], compute if compute == "int8" else None)
+    for at in range(0, 0 if only_table else len(every), TOGETHER):
+        if not (path := output / f"{at:05d}.npz").exists():
+            found = reader.read(every[at : at + TOGETHER], at)
+            np.savez(path, **found)
+            log(f"{at + TOGETHER} cases: {found['tokens'] / found['seconds']:.0f} tokens/s")
+    asked = asked_of(every, output)
+    depth = max(next(iter(asked.values())).hidden) + 1
+    for count in labels or [None]:
+        answers = [told(each, count) for each in asked.values()]
+        rows = min(len(each.truth) for each in asked.values())
+        print(f"\n{rows} cases a question or more, {count or 'four fifths of them'} teach\n")
+        print("\n".join(table(answers, depth)))
+        print("\n" + "\n".join(compared(answers)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
