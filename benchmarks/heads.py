@@ -1,13 +1,13 @@
 """`python -m benchmarks.heads`: what heads fitted to right answers add, at which layer, with how many of them.
 
-    python -m benchmarks.heads --model qwen --compute int8 -o out/heads          # Typed Decisions, 400 cases
-    python -m benchmarks.heads --model qwen --compute int8 --texts reviews --cases 400 -o out/heads-reviews
+    python -m benchmarks.heads --model qwen --int8 -o out/heads          # Typed Decisions, 400 cases
+    python -m benchmarks.heads --model qwen --int8 --texts reviews --cases 400 -o out/heads-reviews
     python -m benchmarks.heads --table -o out/heads [--labels 20 --labels 40 --labels 80]
 
 A model reads the cases once, as requests of System One; the hidden states at the end of each question are kept in
 files of the output folder, so that a run that was stopped goes on. Then each question gets a head of its own, as
-`prefill fit` solves it, in five folds: four fifths of the cases teach, and the answers to the others are judged. Rivals
-are judged on the same cases.
+`prefill fit` solves it, in five folds: four fifths of the cases teach, and the answers to the others are judged. So
+are those of its rivals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from sklearn.model_selection import StratifiedKFold
 
 from benchmarks.console import log
 from benchmarks.decisions import TYPES, Case, figures, typed_decisions
@@ -30,22 +29,23 @@ from benchmarks.decisions import Judged as JudgedCase
 from benchmarks.forms import TEXTS, model_of
 from prefillcli.core.models import Models
 from prefillcli.core.request import Request, plan_requests
-from prefillcli.engines.base import EarlyExits, Treatment
+from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.judging.calibration import fit_platt
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.load import load_settings
 from prefillcli.reading.exits.first import hashed_words
+from prefillcli.reading.heads.head import moments
 from prefillcli.scoring.loading import load_walk
 from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.labels import label_probabilities, log_shares_of
 from prefillcli.stats.ridge import ridge
-from prefillcli.tools.fit.solve import chance_of, solve
+from prefillcli.tools.fit.solve import chance_of, folds_of, solve
 from prefillcli.walk.narrow import Narrow, in_smaller_numbers
 from recipes.real_model import FOLDER
 
 SHARES = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)  # of the depth, after which hidden states are kept
 TOGETHER = 20  # cases that are read and kept together
-FOLDS = 5
 
 
 def cases_of(texts: str, folder: Path, count: int) -> list[Case]:
@@ -77,18 +77,15 @@ class Reader:
         self._layers: tuple[int, ...] = ()
 
     def read(self, cases: Sequence[Case], first: int) -> dict[str, Any]:
-        """Arrays of all questions of the cases, of which this is the `first` number: hidden states [questions, layers, hidden] after `layers`, the model's
-        own log-probabilities [questions, answers], hashed words, the number of the case and of its question."""
+        """Arrays of all questions of the cases, whose first one has this number: hidden states [questions, layers,
+        hidden] after `layers`, the model's own log-probabilities [questions, answers], hashed words, the number of the
+        case and of its question."""
         with TemporaryDirectory() as folder:
             source = Path(folder, "in.jsonl")
             source.write_text("".join(json.dumps({"state": c.state, "questions": c.questions}) + "\n" for c in cases))
-            settings = ScoreSettings(
-                inputs=[str(source)],
-                model=str(self._model),
-                output=str(Path(folder, "out.jsonl")),
-                quiet=True,
-                weights="resident",
-            )
+            given = {"inputs": str(source), "model": str(self._model), "output": str(Path(folder, "out.jsonl"))}
+            own = {"quiet": True, "weights": "resident"}
+            settings = load_settings(ScoreSettings, {**given, **own}, environment={})
             inputs = open_inputs(*open_rows(settings))
             if self._loaded is None:
                 depth = inputs.opened.files.config.get_text_config().num_hidden_layers
@@ -99,19 +96,20 @@ class Reader:
                     walk.arithmetic = in_smaller_numbers(walk.model, self._compute)
             requests = [Request(prompt) for window in inputs.windows() for prompt in window.prompts]
             inputs.builder.close()
-        begun, found = perf_counter(), {}
+        begun = perf_counter()
+        found: dict[int, Answer] = {}
         plan = plan_requests(requests, self._loaded.engine.limits)
         treatment = Treatment(EarlyExits(observed=self._layers))
         for answers in self._loaded.engine.answer_all(
             plan.packs, lambda i: requests[i].prompt.labels, lambda tokens: None, treatment
         ):
             found |= {answer.prompt: answer for answer in answers}
-        own = [found[at] for at in range(len(requests))]
-        logprobs = np.full((len(own), max(len(each.logprobs) for each in own)), np.nan)
-        for row, each in enumerate(own):
+        read = [found[at] for at in range(len(requests))]
+        logprobs = np.full((len(read), max(len(each.logprobs) for each in read)), np.nan)
+        for row, each in enumerate(read):
             logprobs[row, : len(each.logprobs)] = each.logprobs
         return {
-            "hidden": np.stack([np.stack([each.hidden[0] for each in answer.readings]) for answer in own]),
+            "hidden": np.stack([np.stack([each.hidden[0] for each in answer.readings]) for answer in read]),
             "logprobs": logprobs,
             "words": np.stack([hashed_words(each.prompt.tokens) for each in requests]).astype(np.float16),
             "row": np.array([first + each.prompt.row for each in requests]),
@@ -161,22 +159,24 @@ def asked_of(cases: Sequence[Case], output: Path) -> dict[str, Asked]:
 
 
 class Told(NamedTuple):
-    """The probabilities that each way gives to the held-out cases of a question, and the layers of its heads."""
+    """The probabilities that each way gives to the held-out cases of a question, the layers of its heads, and the
+    share of held-out cases that a head at each layer is right in."""
 
     type: str
     truth: Int64Array
     by: dict[str, Float64Array]
     layers: list[int]
+    right_at: dict[int, float]
 
 
 def told(asked: Asked, labels: int | None = None, seed: int = 0) -> Told:
     """The answers to held-out cases by each way, with heads taught by this many `labels` (None: all others)."""
     truth, answers = asked.truth, asked.own.shape[1]
     ways = ["the commonest answer", "own", "own, calibrated", "own, prior out", "words", "head"]
-    ways += [f"head at layer {layer}" for layer in asked.hidden]
     found = {way: np.full((len(truth), answers), np.nan) for way in ways}
+    right = {layer: np.zeros(len(truth), bool) for layer in asked.hidden}
     chosen, shares = [], log_shares_of(asked.own)
-    for rows, rest in StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(truth, truth):
+    for rows, rest in folds_of(truth, seed):
         some = rows if labels is None else np.random.default_rng(seed).permutation(rows)[:labels]
         counts = np.bincount(truth[some], minlength=answers) + 1.0
         found["the commonest answer"][rest] = counts / counts.sum()
@@ -184,15 +184,21 @@ def told(asked: Asked, labels: int | None = None, seed: int = 0) -> Told:
         found["own, calibrated"][rest] = fit_platt(shares[some], truth[some]).apply(shares[rest])
         found["own, prior out"][rest] = label_probabilities(asked.own[rest] - shares[rows].mean(axis=0))
         found["words"][rest] = _by_words(asked.words, truth, answers, some, rest)
-        for layers in [tuple(asked.hidden), *((layer,) for layer in asked.hidden)]:
-            head = solve({layer: asked.hidden[layer][some] for layer in layers}, truth[some], answers)
-            states = asked.hidden[head.layer]
-            spread = states[some].astype(np.float64).std(axis=0)
-            features = (states[rest] - states[some].astype(np.float64).mean(axis=0)) / np.where(spread > 0, spread, 1)
-            way = "head" if len(layers) > 1 else f"head at layer {head.layer}"
-            found[way][rest] = label_probabilities(features @ head.weights + head.bias)
-            chosen += [head.layer] if way == "head" else []
-    return Told(asked.type, truth, found, chosen)
+        head = solve({layer: states[some] for layer, states in asked.hidden.items()}, truth[some], answers)
+        found["head"][rest] = label_probabilities(
+            _features(asked.hidden[head.layer], some, rest) @ head.weights + head.bias
+        )
+        chosen.append(head.layer)
+        for layer, states in asked.hidden.items():
+            fitted = ridge(_features(states, some, some), np.eye(answers)[truth[some]])
+            said = _features(states, some, rest) @ fitted.weights + fitted.bias
+            right[layer][rest] = said.argmax(axis=1) == truth[rest]
+    return Told(asked.type, truth, found, chosen, {layer: float(each.mean()) for layer, each in right.items()})
+
+
+def _features(states: Any, some: Int64Array, rows: Int64Array) -> Float64Array:
+    mean, scale = moments(states[some])
+    return np.asarray((states[rows].astype(np.float64) - mean) / scale, np.float64)
 
 
 def _by_words(words: Float64Array, truth: Int64Array, answers: int, some: Any, rest: Any) -> Float64Array:
@@ -227,9 +233,13 @@ def table(every: Sequence[Told], depth: int) -> Iterator[str]:
         layers = "0" if way in ("the commonest answer", "words") else f"{depth}"
         if way == "head":
             layers = f"{np.mean([layer for own in every for layer in own.layers]):.1f} on average"
-        elif way.startswith("head"):
-            layers = way.split()[-1]
         yield f"| {way} | {shown} | {figures(each)['error']:.3f} | {layers} |"
+
+
+def by_layer(every: Sequence[Told]) -> str:
+    """How often heads at each layer are right, a mean over the questions."""
+    layers = every[0].right_at
+    return ", ".join(f"{layer}: {np.mean([each.right_at[layer] for each in every]):.3f}" for layer in layers)
 
 
 def compared(every: Sequence[Told]) -> Iterator[str]:
@@ -249,7 +259,7 @@ def main(
     model: Annotated[str, typer.Option(help="smollm2, gemma, qwen, or a folder or file.")] = "smollm2",
     texts: Annotated[str, typer.Option(help="decisions, reviews or rated.")] = "decisions",
     cases: Annotated[int, typer.Option(help="Cases, at most.")] = 400,
-    compute: Annotated[str | None, typer.Option(help="int8, or nothing.")] = None,
+    compute: Annotated[bool, typer.Option("--int8", help="Let the model compute in int8.")] = False,
     labels: Annotated[list[int] | None, typer.Option(help="Right answers that teach a head; repeatable.")] = None,
     folder: Annotated[Path, typer.Option(help="Where models and texts are, or go.")] = FOLDER,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of what was read.")] = Path("out/heads"),
@@ -259,7 +269,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     every = cases_of(texts, folder, cases)
     file = Path(model).expanduser()
-    reader = Reader(file if file.exists() else model_of(model, folder)[0], compute if compute == "int8" else None)
+    reader = Reader(file if file.exists() else model_of(model, folder)[0], "int8" if compute else None)
     for at in range(0, 0 if only_table else len(every), TOGETHER):
         if not (path := output / f"{at:05d}.npz").exists():
             found = reader.read(every[at : at + TOGETHER], at)
@@ -267,11 +277,12 @@ def main(
             log(f"{at + TOGETHER} cases: {found['tokens'] / found['seconds']:.0f} tokens/s")
     asked = asked_of(every, output)
     depth = max(next(iter(asked.values())).hidden) + 1
-    for count in labels or [None]:
+    for count in labels or (None,):
         answers = [told(each, count) for each in asked.values()]
         rows = min(len(each.truth) for each in asked.values())
         print(f"\n{rows} cases a question or more, {count or 'four fifths of them'} teach\n")
         print("\n".join(table(answers, depth)))
+        print(f"\nright at layer {by_layer(answers)}")
         print("\n" + "\n".join(compared(answers)))
 
 

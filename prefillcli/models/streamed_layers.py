@@ -490,7 +490,8 @@ def plan_lower(opened: Opened, *, draft: bool) -> WeightsPlan:
     layer by layer. A `draft` must fit beside them. Raises ResourceError where the device certainly has no room."""
     found, files, device = plan_resident(opened, draft=draft), opened.files, opened.device
     quantisation = plan_quantisation(files.origin, files.quantised, device)
-    changed = quantisation is not None and quantisation.kept == "packed"  # as a whole, not layer by layer
+    packed = quantisation is not None and quantisation.kept == "packed"
+    changed = packed or opened.variants is not None  # as a whole, not layer by layer
     mapped = not weight_bytes(files, device)
     if files.read_layers is None or mapped or changed or files.part_of is not None or device.type not in _STREAMED_TO:
         return found

@@ -39,7 +39,7 @@ def solve(hidden: Mapping[int, Float32Array], truth: Int64Array, answers: int, s
     are chosen anew without each fold, for the rows of that fold, and so is the scale that makes probabilities of
     scores. Raises UsageError where the hidden states do not differ.
     """
-    folds = list(_folds(truth, seed))
+    folds = list(folds_of(truth, seed))
     held = np.empty((len(truth), answers))
     for rows, rest in folds:
         layer, found = _best({layer: each[rows] for layer, each in hidden.items()}, truth[rows], answers)
@@ -80,8 +80,8 @@ def _predicted(fitted: Ridge, states: Float32Array, others: Float32Array) -> Flo
     return np.asarray((others.astype(np.float64) - mean) / scale @ fitted.weights + fitted.bias, np.float64)
 
 
-def _folds(truth: Int64Array, seed: int) -> Iterator[tuple[Int64Array, Int64Array]]:
-    # The rows to fit and those left out, with equal shares of each answer as far as that is possible.
+def folds_of(truth: Int64Array, seed: int = 0) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Yield the rows to fit and those left out, with equal shares of each answer as far as that is possible."""
     from sklearn.model_selection import StratifiedKFold
 
     with catch_warnings():
@@ -117,7 +117,7 @@ OWN, CALIBRATED = "the model's own answer", "the same, calibrated"
 def rivals(own: Float64Array, words: Float32Array, truth: Int64Array, answers: int, seed: int = 0) -> list[Rival]:
     """Return the rivals of a head: always the commonest answer; the model's `own` one, by log-probabilities [rows,
     answers], as it is and calibrated; and a ridge of hashed `words` [rows, numbers], without any model."""
-    folds = list(_folds(truth, seed))
+    folds = list(folds_of(truth, seed))
     counted, said = np.empty((len(truth), answers)), np.empty((len(truth), answers))
     lengths = np.linalg.norm(words, axis=1, keepdims=True)
     points = words / np.where(lengths > 0, lengths, 1)
