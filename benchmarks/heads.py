@@ -3,6 +3,7 @@
     python -m benchmarks.heads --model qwen --int8 -o out/heads          # Typed Decisions, 400 cases
     python -m benchmarks.heads --model qwen --int8 --texts reviews --cases 400 -o out/heads-reviews
     python -m benchmarks.heads --table -o out/heads [--labels 20 --labels 40 --labels 80]
+    python -m benchmarks.heads --model qwen --int8 --cases 160 --reworded -o out/reworded --fitted-to out/heads
 
 A model reads the cases once, as requests of System One; the hidden states at the end of each question are kept in
 files of the output folder, so that a run that was stopped goes on. Then each question gets a head of its own, as
@@ -34,7 +35,8 @@ from prefillcli.judging.calibration import fit_platt
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.exits.first import hashed_words
-from prefillcli.reading.heads.head import moments
+from prefillcli.reading.heads.head import HeadRule, moments
+from prefillcli.reading.heads.heads import Features
 from prefillcli.scoring.loading import load_walk
 from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.stats.arrays import Float64Array, Int64Array
@@ -129,6 +131,16 @@ class Asked(NamedTuple):
     own: Float64Array
     words: Float64Array
     truth: Int64Array
+
+
+def reworded(case: Case) -> Case:
+    """The same case with other words around its questions."""
+
+    def said(question: Mapping[str, Any]) -> dict[str, Any]:
+        own = question["instructions"]
+        return {**question, "instructions": f"Read the text above with care. {own} Choose what fits best."}
+
+    return case._replace(questions={name: said(own) for name, own in case.questions.items()})
 
 
 def asked_of(cases: Sequence[Case], output: Path) -> dict[str, Asked]:
@@ -236,6 +248,35 @@ def table(every: Sequence[Told], depth: int) -> Iterator[str]:
         yield f"| {way} | {shown} | {figures(each)['error']:.3f} | {layers} |"
 
 
+ADAPTED = 30  # rows without right answers, of which mean and scale are taken
+
+
+def moved(asked: Asked, other: Asked, seed: int = 0) -> dict[str, Any]:
+    """How often a head is right in held-out cases: asked as it was fitted, asked in `other` words as it is, and with
+    the mean and scale of some cases in these. And how far mean features are away, in standard deviations, in the same
+    words and in others."""
+    count = len(other.truth)
+    found: dict[str, list[Any]] = defaultdict(list)
+    for rows, rest in folds_of(asked.truth, seed):
+        head = solve(
+            {layer: states[rows] for layer, states in asked.hidden.items()}, asked.truth[rows], asked.own.shape[1]
+        )
+        rule = HeadRule(head.layer - 1, *moments(asked.hidden[head.layer][rows]), head.weights, head.bias)
+        held, some = rest[rest < count], rows[rows < count][:ADAPTED]
+        adapted = rule.adapted(other.hidden[head.layer][some])
+        for name, own, states in (
+            ("as fitted", rule, asked.hidden),
+            ("in other words", rule, other.hidden),
+            ("in other words, adapted", adapted, other.hidden),
+        ):
+            found[name] += (own.logits(states[head.layer][held]).argmax(axis=1) == asked.truth[held]).tolist()
+        for name, states in (("shift", asked.hidden), ("shift in other words", other.hidden)):
+            features = Features(rule)
+            features.add(states[head.layer][held])
+            found[name].append(features.moved(len(rows))[0])
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
 def by_layer(every: Sequence[Told]) -> str:
     """How often heads at each layer are right, a mean over the questions."""
     layers = every[0].right_at
@@ -261,6 +302,10 @@ def main(
     cases: Annotated[int, typer.Option(help="Cases, at most.")] = 400,
     compute: Annotated[bool, typer.Option("--int8", help="Let the model compute in int8.")] = False,
     labels: Annotated[list[int] | None, typer.Option(help="Right answers that teach a head; repeatable.")] = None,
+    other_words: Annotated[bool, typer.Option("--reworded", help="Ask in other words.")] = False,
+    fitted_to: Annotated[
+        Path | None, typer.Option(help="Folder of what heads are fitted to, for other words.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where models and texts are, or go.")] = FOLDER,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of what was read.")] = Path("out/heads"),
     only_table: Annotated[bool, typer.Option("--table", help="Read nothing; tell what was read before.")] = False,
@@ -268,6 +313,8 @@ def main(
     """Read cases once, and compare heads with other answers on held-out ones."""
     output.mkdir(parents=True, exist_ok=True)
     every = cases_of(texts, folder, cases)
+    if other_words:
+        every = [reworded(case) for case in every]
     file = Path(model).expanduser()
     reader = Reader(file if file.exists() else model_of(model, folder)[0], "int8" if compute else None)
     for at in range(0, 0 if only_table else len(every), TOGETHER):
@@ -276,6 +323,15 @@ def main(
             np.savez(path, **found)
             log(f"{at + TOGETHER} cases: {found['tokens'] / found['seconds']:.0f} tokens/s")
     asked = asked_of(every, output)
+    if fitted_to is not None:
+        before = asked_of(cases_of(texts, folder, 10_000), fitted_to)
+        each = [moved(before[name], own) for name, own in asked.items()]
+        for way in each[0]:
+            print(
+                f"{way}: {np.mean([own[way] for own in each]):.3f} ({min(own[way] for own in each):.2f} to "
+                f"{max(own[way] for own in each):.2f} by question)"
+            )
+        return
     depth = max(next(iter(asked.values())).hidden) + 1
     for count in labels or (None,):
         answers = [told(each, count) for each in asked.values()]
