@@ -412,6 +412,7 @@ REFUSED = {
     "prompt": "prompt settings",
     "labels": "label spellings",
     "questions": "set of questions",
+    "head": "head",
 }
 # Parts that change scores less; a warning names those that differ.
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from sklearn.linear_model import Ridge, RidgeCV
 from sklearn.model_selection import StratifiedKFold
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import prefillcli
+from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import fit_platt
 from prefillcli.options.commands import FitSettings, MergeSettings
@@ -335,11 +337,40 @@ def test_a_correction_replaces_the_answer_of_the_same_prompt(deep: Path) -> None
     assert own == wrong["is_fox"]
 
 
+def test_one_row_may_be_added(deep: Path) -> None:
+    fit(rows(40), model=deep, truth="is_fox")
+    summary = fit(rows(1, seed=2), None, model=deep, truth="is_fox", add="a.head", most_layers=None)
+    assert (summary["exit_code"], summary["heads"][0]["rows"]) == (0, 41)
+
+
+def test_the_head_before_is_compared_on_rows_that_it_has_not_learnt_from(deep: Path) -> None:
+    known, new = rows(40), rows(20, seed=2)
+    fit(known, "part.head", model=deep, truth="is_fox")
+    score(write_parquet("in.parquet", **new), model=deep, head="part.head", keep_columns="is_fox")
+    right = [(row["score"] >= 0.5) == (row["is_fox"] == "yes") for row in read_output("out.parquet")]
+    both = {name: known[name] + new[name] for name in known}
+    summary = fit(both, model=deep, truth="is_fox", add="part.head", most_layers=None)
+    assert summary["heads"][0]["rows"] == 60
+    assert summary["heads"][0]["held_out"]["the head before"]["accuracy"] == np.mean(right)
+
+
 def test_rows_are_not_added_to_heads_of_another_model(deep: Path, fitted: Path, model: Path) -> None:
     refused(fit(rows(40), model=model, truth="is_fox", add=str(fitted)), "another model")
 
 
 # Several questions, other rows, other ways to read.
+
+
+def test_a_calibration_of_the_model_is_none_of_a_head(deep: Path, fitted: Path) -> None:
+    source = write_parquet("in.parquet", **rows(60))
+    for name, flags in {"own": {}, "head": {"head": fitted}}.items():
+        score(source, f"{name}.parquet", model=deep, keep_columns="is_fox", **flags)
+        words = [f"{name}.parquet", "--truth", "is_fox", "-o", f"{name}.json"]
+        assert CliRunner().invoke(app, ["calibrate", *words]).exit_code == 0
+    refused(score(source, model=deep, head=fitted, calibration="own.json"), "another head")
+    refused(score(source, model=deep, calibration="head.json"), "another head")
+    assert score(source, model=deep, head=fitted, calibration="head.json")["exit_code"] == 0
+
 
 QUESTIONS = [
     {"type": "predicate", "name": "fox", "instructions": "Is the last one a fox?"},

@@ -304,21 +304,22 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
     _require_enough(own, plan, before)
     lessons = own.lessons(layers)
     hidden, truth, prompts = lessons.hidden, lessons.truth, lessons.prompts
-    given: list[Rival] = []
-    if before is not None:
+    compared = np.ones(len(truth), np.bool_)
+    if before is None:
+        given = rivals(lessons.own, lessons.words, truth, answers)
+    else:
         _require_fitting(before, labels, wording, inputs)
+        learnt = np.isin(prompts, before.prompts)  # by the head before, so they say little of how good it is
+        compared = compared if learnt.all() else ~learnt
         added = hidden[before.layer]
-        given = [Rival(BEFORE, np.exp(before.rule().decide(0, _readings(added))[1]))]
+        given = [Rival(BEFORE, np.exp(before.rule().decide(0, _readings(added[compared]))[1]))]
         keep = ~np.isin(before.prompts, prompts)
         hidden = {before.layer: np.concatenate([before.hidden[keep], added])}
         truth, prompts = np.concatenate([before.truth[keep], truth]), np.concatenate([before.prompts[keep], prompts])
     found: Solution = solve(hidden, truth, answers)
-    shown = found.held_out[len(truth) - len(lessons.truth) :]
-    given = [*rivals(lessons.own, lessons.words, lessons.truth, answers), *given]
-    if before is not None:
-        given = [each for each in given if each.name in (BEFORE, OWN) and each.name != OWN] or given
-    held = {each.name: quality(each.probabilities, lessons.truth) for each in given}
-    held[HEAD] = quality(shown, lessons.truth)
+    shown, right = found.held_out[len(truth) - len(lessons.truth) :][compared], lessons.truth[compared]
+    held = {each.name: quality(each.probabilities, right) for each in given}
+    held[HEAD] = quality(shown, right)
     head = FittedHead(
         question=name,
         labels=labels.names,
@@ -333,7 +334,7 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
         held_out=held,
     )
     better, reason = _verdict(held)
-    return Fitted(head, given, shown, lessons.truth, better, reason)
+    return Fitted(head, given, shown, right, better, reason)
 
 
 def _readings(hidden: Float32Array) -> Readings:
