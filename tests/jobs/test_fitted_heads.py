@@ -3,7 +3,9 @@ alone."""
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -352,6 +354,32 @@ def test_the_head_before_is_compared_on_rows_that_it_has_not_learnt_from(deep: P
     summary = fit(both, model=deep, truth="is_fox", add="part.head", most_layers=None)
     assert summary["heads"][0]["rows"] == 60
     assert summary["heads"][0]["held_out"]["the head before"]["accuracy"] == np.mean(right)
+
+
+def test_a_review_file_with_right_answers_is_added(deep: Path) -> None:
+    asked = {"model": deep, "ask": "Is the last one a fox?"}
+    fit(as_documents(rows(40)), truth="is_fox", **asked)
+    more = as_documents(rows(20, seed=2))
+    source = write_parquet("in.parquet", **more)
+    score(source, head="a.head", keep_columns="document", review_below="1", review="look.csv", **asked)
+    with Path("look.csv").open(encoding="utf-8-sig", newline="") as file:
+        looked = list(csv.DictReader(file))
+    for row in looked[:15]:
+        row["answer.right"] = dict(zip(more["document"], more["is_fox"], strict=True))[row["document"]]
+    data = {name: [row[name] for row in looked] for name in looked[0]}
+    summary = fit(data, None, truth="answer.right", add="a.head", most_layers=None, **asked)
+    assert (summary["exit_code"], summary["heads"][0]["rows"]) == (0, 55)
+
+
+def test_the_numpy_of_the_manual_gives_the_answers_of_the_file(deep: Path, fitted: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fitted-heads.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102
+    asked, head = rows(10, seed=1), json.loads(fitted.read_text())["heads"][0]
+    found = names["probabilities"](head, states_of(deep, asked["prompt"])[head["layer"]])
+    score(write_parquet("in.parquet", **asked), model=deep, head=fitted)
+    assert np.abs([row["score"] for row in read_output("out.parquet")] - found[:, 0]).max() < TOLERANCE
 
 
 def test_rows_are_not_added_to_heads_of_another_model(deep: Path, fitted: Path, model: Path) -> None:
