@@ -27,7 +27,7 @@ import typer
 from benchmarks.console import log
 from benchmarks.decisions import TYPES, Case, figures, typed_decisions
 from benchmarks.decisions import Judged as JudgedCase
-from benchmarks.forms import TEXTS, model_of
+from benchmarks.forms import GOALS, RESAMPLED, TEXTS, model_of, promised
 from prefillcli.core.models import Models
 from prefillcli.core.request import Request, plan_requests
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
@@ -283,6 +283,21 @@ def by_layer(every: Sequence[Told]) -> str:
     return ", ".join(f"{layer}: {np.mean([each.right_at[layer] for each in every]):.3f}" for layer in layers)
 
 
+def promises(every: Sequence[Told]) -> Iterator[str]:
+    """A table in Markdown: how often floors of `prefill calibrate --accuracy` break their promise, over all questions,
+    as in `benchmarks.forms.promise_table`."""
+    yield f"| floors | goal | right of all | found | accepted | broken of {RESAMPLED:,} |"
+    yield "| --- " * 6 + "|"
+    for way in ("own, calibrated", "head"):
+        surest = np.concatenate([each.by[way].max(axis=1) for each in every])
+        right = np.concatenate([each.by[way].argmax(axis=1) == each.truth for each in every])
+        for goal in GOALS:
+            accepted, broken = promised(surest, right, goal)
+            if accepted:
+                found, taken = len(accepted) / RESAMPLED, np.mean(accepted)
+                yield f"| {way} | {goal:g} | {right.mean():.0%} of {len(right)} | {found:.0%} | {taken:.0%} | {broken:,} |"
+
+
 def compared(every: Sequence[Told]) -> Iterator[str]:
     """How likely the difference between heads and each rival is by chance, over all questions."""
     truth = np.concatenate([each.truth for each in every])
@@ -339,7 +354,7 @@ def main(
         print(f"\n{rows} cases a question or more, {count or 'four fifths of them'} teach\n")
         print("\n".join(table(answers, depth)))
         print(f"\nright at layer {by_layer(answers)}")
-        print("\n" + "\n".join(compared(answers)))
+        print("\n" + "\n".join([*compared(answers), "", *promises(answers)]))
 
 
 if __name__ == "__main__":
