@@ -294,8 +294,8 @@ def promises(every: Sequence[Told]) -> Iterator[str]:
         for goal in GOALS:
             accepted, broken = promised(surest, right, goal)
             if accepted:
-                found, taken = len(accepted) / RESAMPLED, np.mean(accepted)
-                yield f"| {way} | {goal:g} | {right.mean():.0%} of {len(right)} | {found:.0%} | {taken:.0%} | {broken:,} |"
+                cells = f"{len(accepted) / RESAMPLED:.0%} | {np.mean(accepted):.0%} | {broken:,}"
+                yield f"| {way} | {goal:g} | {right.mean():.0%} of {len(right)} | {cells} |"
 
 
 def compared(every: Sequence[Told]) -> Iterator[str]:
