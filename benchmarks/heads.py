@@ -4,6 +4,7 @@
     python -m benchmarks.heads --model qwen --int8 --texts reviews --cases 400 -o out/heads-reviews
     python -m benchmarks.heads --table -o out/heads [--labels 20 --labels 40 --labels 80]
     python -m benchmarks.heads --model qwen --int8 --cases 160 --reworded -o out/reworded --fitted-to out/heads
+    python -m benchmarks.heads --model qwen --int8 --cases 8 --layer 20     # seconds, with a head after that layer
 
 A model reads the cases once, as requests of System One; the hidden states at the end of each question are kept in
 files of the output folder, so that a run that was stopped goes on. Then each question gets a head of its own, as
@@ -16,10 +17,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import typer
@@ -30,18 +32,20 @@ from benchmarks.decisions import Judged as JudgedCase
 from benchmarks.forms import GOALS, RESAMPLED, TEXTS, model_of, promised
 from prefillcli.core.models import Models
 from prefillcli.core.request import Request, plan_requests
-from prefillcli.engines.base import Answer, EarlyExits, Treatment
+from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.judging.calibration import fit_platt
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.exits.first import hashed_words
 from prefillcli.reading.heads.head import HeadRule, moments
 from prefillcli.reading.heads.heads import Features
+from prefillcli.rows.records import Prompt
 from prefillcli.scoring.loading import load_walk
 from prefillcli.scoring.opening import open_inputs, open_rows
 from prefillcli.stats.arrays import Float64Array, Int64Array
 from prefillcli.stats.labels import label_probabilities, log_shares_of
 from prefillcli.stats.ridge import ridge
+from prefillcli.tools.bench.contest import interleaved
 from prefillcli.tools.fit.solve import chance_of, folds_of, solve
 from prefillcli.walk.narrow import Narrow, in_smaller_numbers
 from recipes.real_model import FOLDER
@@ -78,10 +82,8 @@ class Reader:
         self._loaded: Models[Any] | None = None
         self._layers: tuple[int, ...] = ()
 
-    def read(self, cases: Sequence[Case], first: int) -> dict[str, Any]:
-        """Arrays of all questions of the cases, whose first one has this number: hidden states [questions, layers,
-        hidden] after `layers`, the model's own log-probabilities [questions, answers], hashed words, the number of the
-        case and of its question."""
+    def requests(self, cases: Sequence[Case]) -> list[Request]:
+        """The prompts of all questions of the cases; the model is loaded for the first ones."""
         with TemporaryDirectory() as folder:
             source = Path(folder, "in.jsonl")
             source.write_text("".join(json.dumps({"state": c.state, "questions": c.questions}) + "\n" for c in cases))
@@ -98,15 +100,26 @@ class Reader:
                     walk.arithmetic = in_smaller_numbers(walk.model, self._compute)
             requests = [Request(prompt) for window in inputs.windows() for prompt in window.prompts]
             inputs.builder.close()
-        begun = perf_counter()
+        return requests
+
+    def answers(self, requests: Sequence[Request], treatment: Treatment) -> tuple[list[Answer], int]:
+        """The model's answers, and the tokens that were computed."""
+        engine = cast("Models[Any]", self._loaded).engine
+        plan = plan_requests(requests, engine.limits)
         found: dict[int, Answer] = {}
-        plan = plan_requests(requests, self._loaded.engine.limits)
-        treatment = Treatment(EarlyExits(observed=self._layers))
-        for answers in self._loaded.engine.answer_all(
+        for answers in engine.answer_all(
             plan.packs, lambda i: requests[i].prompt.labels, lambda tokens: None, treatment
         ):
             found |= {answer.prompt: answer for answer in answers}
-        read = [found[at] for at in range(len(requests))]
+        return [found[at] for at in range(len(requests))], sum(len(pack.tokens) for pack in plan.packs)
+
+    def read(self, cases: Sequence[Case], first: int) -> dict[str, Any]:
+        """Arrays of all questions of the cases, whose first one has this number: hidden states [questions, layers,
+        hidden] after `layers`, the model's own log-probabilities [questions, answers], hashed words, the number of the
+        case and of its question."""
+        requests = self.requests(cases)
+        begun = perf_counter()
+        read, tokens = self.answers(requests, Treatment(EarlyExits(observed=self._layers)))
         logprobs = np.full((len(read), max(len(each.logprobs) for each in read)), np.nan)
         for row, each in enumerate(read):
             logprobs[row, : len(each.logprobs)] = each.logprobs
@@ -117,9 +130,31 @@ class Reader:
             "row": np.array([first + each.prompt.row for each in requests]),
             "part": np.array([each.prompt.part for each in requests]),
             "layers": np.array(self._layers),
-            "tokens": sum(len(pack.tokens) for pack in plan.packs),
+            "tokens": tokens,
             "seconds": perf_counter() - begun,
         }
+
+    def seconds(self, cases: Sequence[Case], layer: int, rounds: int = 3) -> str:
+        """The seconds of the cases through all layers and with heads after one, by turns."""
+        requests = self.requests(cases)
+        width = cast("Models[Any]", self._loaded).opened.files.config.hidden_size
+
+        def by_head(prompt: Prompt) -> Prompt:
+            count = len(prompt.labels)
+            rule = HeadRule(layer - 1, np.zeros(width), np.ones(width), np.zeros((width, count)), np.zeros(count))
+            return replace(prompt, labels=prompt.labels.answered_by(rule, count))
+
+        headed = [Request(by_head(each.prompt)) for each in requests]
+        taken = interleaved(
+            {
+                "all layers": lambda: self.answers(requests, PLAIN),
+                f"head after layer {layer}": lambda: self.answers(headed, PLAIN),
+            },
+            rounds,
+        )
+        full, cut = (float(np.median(own)) for own in taken.values())
+        ratios = [b / a for a, b in zip(*taken.values(), strict=True)]
+        return f"all layers {full:.1f} s, head after layer {layer} {cut:.1f} s: {np.median(ratios):.3f} of it"
 
 
 class Asked(NamedTuple):
@@ -311,12 +346,19 @@ def compared(every: Sequence[Told]) -> Iterator[str]:
         yield f"head against {way}: p = {chance_of(wide('head'), wide(way), truth):.2g}"
 
 
+def reader_of(model: str, folder: Path, int8: bool) -> Reader:
+    """The reader of a model with this name, or in this folder or file."""
+    file = Path(model).expanduser()
+    return Reader(file if file.exists() else model_of(model, folder)[0], "int8" if int8 else None)
+
+
 def main(
     model: Annotated[str, typer.Option(help="smollm2, gemma, qwen, or a folder or file.")] = "smollm2",
     texts: Annotated[str, typer.Option(help="decisions, reviews or rated.")] = "decisions",
     cases: Annotated[int, typer.Option(help="Cases, at most.")] = 400,
     compute: Annotated[bool, typer.Option("--int8", help="Let the model compute in int8.")] = False,
     labels: Annotated[list[int] | None, typer.Option(help="Right answers that teach a head; repeatable.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Tell the seconds with a head after this layer.")] = None,
     other_words: Annotated[bool, typer.Option("--reworded", help="Ask in other words.")] = False,
     fitted_to: Annotated[
         Path | None, typer.Option(help="Folder of what heads are fitted to, for other words.")
@@ -328,10 +370,12 @@ def main(
     """Read cases once, and compare heads with other answers on held-out ones."""
     output.mkdir(parents=True, exist_ok=True)
     every = cases_of(texts, folder, cases)
+    if layer is not None:
+        print(reader_of(model, folder, compute).seconds(every, layer))
+        return
     if other_words:
         every = [reworded(case) for case in every]
-    file = Path(model).expanduser()
-    reader = Reader(file if file.exists() else model_of(model, folder)[0], "int8" if compute else None)
+    reader = reader_of(model, folder, compute)
     for at in range(0, 0 if only_table else len(every), TOGETHER):
         if not (path := output / f"{at:05d}.npz").exists():
             found = reader.read(every[at : at + TOGETHER], at)
