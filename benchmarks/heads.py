@@ -33,7 +33,7 @@ from benchmarks.forms import GOALS, RESAMPLED, TEXTS, model_of, promised
 from prefillcli.core.models import Models
 from prefillcli.core.request import Request, plan_requests
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
-from prefillcli.judging.calibration import fit_platt
+from prefillcli.judging.calibration import fit_platt, fit_temperature
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.exits.first import hashed_words
@@ -253,7 +253,7 @@ def _by_words(words: Float64Array, truth: Int64Array, answers: int, some: Any, r
     points = words / np.where(lengths > 0, lengths, 1)
     fitted = ridge(points[some], np.eye(answers)[truth[some]])
     held, scores = fitted.held_out, points[rest] @ fitted.weights + fitted.bias
-    return np.asarray(fit_platt(held, truth[some]).apply(scores))
+    return np.asarray(fit_temperature(held, truth[some]).apply(scores))
 
 
 def judged(every: Sequence[Told], way: str) -> list[JudgedCase]:

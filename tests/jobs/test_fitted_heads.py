@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.optimize import minimize_scalar
 from sklearn.linear_model import Ridge, RidgeCV
-from sklearn.model_selection import StratifiedKFold
+from sklearn.model_selection import LeaveOneOut, StratifiedKFold, cross_val_predict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import prefillcli
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.judging.calibration import fit_platt
 from prefillcli.options.commands import FitSettings, MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.heads.head import HeadFile, head_file_at
@@ -103,20 +103,30 @@ def by_hand(
 
     def scores(rows: np.ndarray, asked: Mapping[int, np.ndarray]) -> np.ndarray:
         wanted, found = np.eye(answers)[truth[rows]], []
-        for layer, own in states.items():
+        for layer, own in sorted(states.items()):
             mean, scale = own[rows].mean(axis=0), own[rows].std(axis=0)
             points = (own[rows] - mean) / scale
             alphas = np.array(STRENGTHS) * points.var(axis=0).sum() * len(points)
-            chosen = RidgeCV(alphas, scoring="neg_mean_squared_error").fit(points, wanted)
-            fitted = Ridge(chosen.alpha_).fit(points, wanted)
-            found.append((chosen.best_score_, fitted.predict((asked[layer] - mean) / scale)))
-        return max(found, key=lambda each: each[0])[1]
+            alpha = RidgeCV(alphas, scoring="neg_mean_squared_error").fit(points, wanted).alpha_
+            left_out = cross_val_predict(Ridge(alpha), points, wanted, cv=LeaveOneOut())
+            errors = ((left_out - wanted) ** 2).sum(axis=1)
+            found.append((errors, Ridge(alpha).fit(points, wanted).predict((asked[layer] - mean) / scale)))
+        least = min((errors for errors, _ in found), key=np.mean)
+        gaps = [errors - least for errors, _ in found]
+        return next(
+            each for (_, each), gap in zip(found, gaps, strict=True) if gap.mean() <= gap.std() / len(gap) ** 0.5
+        )
 
     held = np.empty((len(truth), answers))
     for rows, rest in StratifiedKFold(5, shuffle=True, random_state=0).split(truth, truth):
         held[rest] = scores(rows, {layer: own[rest] for layer, own in states.items()})
-    scaling = fit_platt(held, truth)
-    return shares(scaling.slope * scores(np.arange(len(truth)), others) + np.array(scaling.biases))
+    rows = np.arange(len(truth))
+
+    def loss(temperature: float) -> float:
+        return -float(np.log(shares(held / temperature)[rows, truth]).mean())
+
+    temperature = minimize_scalar(loss, bounds=(0.01, 100), method="bounded", options={"xatol": 1e-12}).x
+    return shares(scores(rows, others) / temperature)
 
 
 @pytest.mark.parametrize(("truth", "labels"), [("is_fox", "Yes,No"), ("kind", "fox,dog,cat")])

@@ -3,14 +3,14 @@ are on rows that chose nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
 from prefillcli.errors import UsageError
-from prefillcli.judging.calibration import fit_platt
+from prefillcli.judging.calibration import Scaling, fit_platt, fit_temperature
 from prefillcli.reading.heads.head import Quality, moments
 from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
 from prefillcli.stats.evaluation import expected_calibration_error, log_losses
@@ -18,6 +18,7 @@ from prefillcli.stats.labels import label_probabilities, log_shares_of
 from prefillcli.stats.ridge import Ridge, ridge
 
 FOLDS = 5
+WITHIN = 1.0
 
 
 class Solution(NamedTuple):
@@ -35,9 +36,10 @@ class Solution(NamedTuple):
 def solve(hidden: Mapping[int, Float32Array], truth: Int64Array, answers: int, seed: int = 0) -> Solution:
     """Return the head for `hidden` states [rows, hidden] by layer, fitted to the right answers `truth` [rows].
 
-    The layer and the ridge's strength are those with the least squared error when each row is left out in turn. Both
-    are chosen anew without each fold, for the rows of that fold, and so is the scale that makes probabilities of
-    scores. Raises UsageError where the hidden states do not differ.
+    The ridge's strength has the least squared error when each row is left out in turn. The layer is the lowest whose
+    error is within `WITHIN` standard errors of the least. Both are chosen anew without each fold, for the rows of that
+    fold, and so is the temperature that makes probabilities of scores: biases, too, cost right answers where rows are
+    few (docs/log.md). Raises UsageError where the hidden states do not differ.
     """
     folds = list(folds_of(truth, seed))
     held = np.empty((len(truth), answers))
@@ -45,34 +47,40 @@ def solve(hidden: Mapping[int, Float32Array], truth: Int64Array, answers: int, s
         layer, found = _best({layer: each[rows] for layer, each in hidden.items()}, truth[rows], answers)
         held[rest] = _predicted(found, hidden[layer][rows], hidden[layer][rest])
     layer, found = _best(hidden, truth, answers)
-    scaling = fit_platt(held, truth)
+    temperature = fit_temperature(held, truth).temperature
     return Solution(
         layer=layer,
-        weights=found.weights * scaling.slope,
-        bias=found.bias * scaling.slope + np.array(scaling.biases),
+        weights=found.weights / temperature,
+        bias=found.bias / temperature,
         strength=found.strength,
-        held_out=_cross_scaled(held, truth, folds),
+        held_out=_cross_scaled(held, truth, folds, fit_temperature),
     )
 
 
 def _best(hidden: Mapping[int, Float32Array], truth: Int64Array, answers: int) -> tuple[int, Ridge]:
-    # The layer and the ridge with the least squared error on left-out rows.
+    # The layer, by its squared error on left-out rows, and its ridge.
     wanted = np.eye(answers)[truth]
-    found: dict[int, tuple[float, Ridge]] = {}
+    found: dict[int, Ridge] = {}
+    errors: dict[int, Float64Array] = {}  # of each row
     for layer, states in hidden.items():
         mean, scale = moments(states)
         points = (states.astype(np.float64) - mean) / scale
         if not points.any():
             continue
-        fitted = ridge(points, wanted)
-        found[layer] = float(np.square(fitted.held_out - wanted).mean()), fitted
+        found[layer] = ridge(points, wanted)
+        errors[layer] = np.square(found[layer].held_out - wanted).sum(axis=1)
     if not found:
         raise UsageError(
             "the model's hidden states are the same for all rows, so no head can tell them apart\n"
             "check that the rows differ, and that the prompt has their text"
         )
-    layer = min(found, key=lambda layer: found[layer][0])
-    return layer, found[layer][1]
+    least = min(errors.values(), key=np.mean)
+    layer = next(layer for layer in sorted(errors) if _is_near(errors[layer] - least))
+    return layer, found[layer]
+
+
+def _is_near(gaps: Float64Array) -> bool:
+    return bool(gaps.mean() <= WITHIN * gaps.std() / np.sqrt(len(gaps)))
 
 
 def _predicted(fitted: Ridge, states: Float32Array, others: Float32Array) -> Float64Array:
@@ -91,12 +99,15 @@ def folds_of(truth: Int64Array, seed: int = 0) -> Iterator[tuple[Int64Array, Int
 
 
 def _cross_scaled(
-    scores: Float64Array, truth: Int64Array, folds: Sequence[tuple[Int64Array, Int64Array]]
+    scores: Float64Array,
+    truth: Int64Array,
+    folds: Sequence[tuple[Int64Array, Int64Array]],
+    fit: Callable[[Float64Array, Int64Array], Scaling],
 ) -> Float64Array:
     # Probabilities of left-out rows' scores [rows, answers], each fold's by the others.
     found = np.empty_like(scores)
     for rows, rest in folds:
-        found[rest] = fit_platt(scores[rows], truth[rows]).apply(scores[rest])
+        found[rest] = fit(scores[rows], truth[rows]).apply(scores[rest])
     return found
 
 
@@ -130,8 +141,8 @@ def rivals(own: Float64Array, words: Float32Array, truth: Int64Array, answers: i
     return [
         Rival(COMMONEST, counted),
         Rival(OWN, label_probabilities(own)),
-        Rival(CALIBRATED, _cross_scaled(shares, truth, folds)),
-        Rival(WORDS, _cross_scaled(said, truth, folds)),
+        Rival(CALIBRATED, _cross_scaled(shares, truth, folds, fit_platt)),
+        Rival(WORDS, _cross_scaled(said, truth, folds, fit_temperature)),
     ]
 
 
