@@ -180,7 +180,7 @@ def reworded(case: Case) -> Case:
 
 def asked_of(cases: Sequence[Case], output: Path) -> dict[str, Asked]:
     """What was read about each question, by its name."""
-    parts = [np.load(file) for file in sorted(output.glob("*.npz"))]
+    parts = [dict(np.load(file)) for file in sorted(output.glob("*.npz"))]
     layers = [int(layer) + 1 for layer in parts[0]["layers"]]
     found: dict[str, list[tuple[Any, Any, Any, int]]] = defaultdict(list)
     types: dict[str, str] = {}
