@@ -3,7 +3,8 @@
     python -m benchmarks.heads --model qwen --int8 -o out/heads          # Typed Decisions, 400 cases
     python -m benchmarks.heads --model qwen --int8 --texts reviews --cases 400 -o out/heads-reviews
     python -m benchmarks.heads --table -o out/heads [--labels 20 --labels 40 --labels 80]
-    python -m benchmarks.heads --model qwen --int8 --cases 160 --reworded -o out/reworded --fitted-to out/heads
+    python -m benchmarks.heads --model qwen --int8 --cases 160 --only security_incidents --reworded -o out/reworded \\
+        --fitted-to out/heads
     python -m benchmarks.heads --model qwen --int8 --cases 8 --layer 20     # seconds, with a head after that layer
 
 A model reads the cases once, as requests of System One; the hidden states at the end of each question are kept in
@@ -358,6 +359,7 @@ def main(
     cases: Annotated[int, typer.Option(help="Cases, at most.")] = 400,
     compute: Annotated[bool, typer.Option("--int8", help="Let the model compute in int8.")] = False,
     labels: Annotated[list[int] | None, typer.Option(help="Right answers that teach a head; repeatable.")] = None,
+    only: Annotated[str | None, typer.Option(help="Of Typed Decisions, only cases of this workflow.")] = None,
     layer: Annotated[int | None, typer.Option(help="Tell the seconds with a head after this layer.")] = None,
     other_words: Annotated[bool, typer.Option("--reworded", help="Ask in other words.")] = False,
     fitted_to: Annotated[
@@ -369,7 +371,7 @@ def main(
 ) -> None:
     """Read cases once, and compare heads with other answers on held-out ones."""
     output.mkdir(parents=True, exist_ok=True)
-    every = cases_of(texts, folder, cases)
+    every = [case for case in cases_of(texts, folder, cases) if only in (None, case.workflow)]
     if layer is not None:
         print(reader_of(model, folder, compute).seconds(every, layer))
         return
