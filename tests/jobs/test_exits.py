@@ -1111,7 +1111,10 @@ def test_a_profile_serves_the_next_night_even_without_int8(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"limit": 100}, "50 rows read in full, 12 to judge of each of 2 answers, would prove at most 22.09% flips"),
+        (
+            {"limit": 100, "audit": 5},
+            "50 rows read in full, 12 to judge of each of 2 answers, would prove at most 22.09% flips",
+        ),
         ({"engine": "hf", "limit": 20}, "the hf engine has no early exits"),
     ],
 )

@@ -294,7 +294,7 @@ def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
 
 def _tried(use: ExitUse) -> str:
     used = {_way(use, each.layer) for own in use.questions.values() for each in own.layers}
-    texts = [name if name in used else f"{name} (does not pay, or nothing is proven)" for name in use.tried]
+    texts = [name if name in used or use.status == "none" else f"{name} (does not pay)" for name in use.tried]
     return "; ".join([", ".join(texts), *(f"{name} is left out: {why}" for name, why in use.left_out.items())])
 
 
