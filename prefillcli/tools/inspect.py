@@ -150,6 +150,7 @@ def _inspect(
         if shown is None:
             raise ValueError("the prompt was not read")
         scored = scored_row(request, shown)
+        summary.method = scored.method
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
         sections, whole = [], scored
@@ -185,11 +186,11 @@ def _inspect(
         full=views[0],
         compressed=views[1],
         settings=_shown(settings, inputs),
-        method=request.method,
+        method=scored.method,
         voters=tuple(number + 1 for number in read.voters),
         draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
         margins=None
-        if opened.points
+        if _reads_states(inputs, prompt)
         else margin_curve(shown.readings, shown.logprobs, names, None if policy is None else policy.inside),
         scored=scored,
         further=sections,
@@ -211,11 +212,16 @@ def _answers(
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
     layers = inputs.opened.files.config.get_text_config().num_hidden_layers
-    points = inputs.opened.points  # a head of hidden states, which reads no tokens and the last layer alone
-    asked = NEXT_TOKENS if inputs.opened.files.head is None and not points else 0
-    observing = Treatment(EarlyExits(observed=() if points else tuple(range(layers - 1))), next_tokens=asked)
+    states = _reads_states(inputs, request.prompt)
+    asked = NEXT_TOKENS if inputs.opened.files.head is None and not states else 0
+    observing = Treatment(EarlyExits(observed=() if states else tuple(range(layers - 1))), next_tokens=asked)
     found = answer_requests(loaded.engine, able, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
+
+
+def _reads_states(inputs: Inputs, prompt: Prompt) -> bool:
+    # Whether the answer is that of a head of hidden states, which reads no tokens, and the states of one layer alone.
+    return inputs.opened.points or prompt.labels.head is not None
 
 
 def _further(

@@ -35,6 +35,7 @@ from prefillcli.tools.fit.fit_job import fit_job
 from prefillcli.tools.merge import merge_job
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, without_seconds, write_jsonl, write_parquet
 from tests.jobs.models import save_model
+from tests.jobs.test_inspected import inspected
 
 LAYERS, TOP = 6, 4  # of the model, and the highest that heads may read
 KINDS = ("fox", "dog", "cat")
@@ -505,6 +506,16 @@ def test_a_scorer_in_python_answers_by_heads(deep: Path, fitted: Path) -> None:
         found = scorer.score(asked["prompt"])
     wanted = [row["score"] for row in read_output("out.parquet")]
     assert [row["score"] for row in found.to_pylist()] == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def test_an_inspected_row_has_the_answer_of_its_head(
+    deep: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_parquet("in.parquet", **rows(3, seed=1))
+    score(source, model=deep, head=fitted)
+    line, (shown,) = inspected(monkeypatch, inputs=[str(source)], model=str(deep), head=str(fitted), row="1")
+    assert line["score"] == pytest.approx(read_output("out.parquet")[1]["score"], abs=TOLERANCE)
+    assert (line["method"], shown.method, shown.margins, list(shown.next)) == ("head", "head", None, [])
 
 
 @pytest.mark.parametrize("known", ["fox", "fox,kind"])
