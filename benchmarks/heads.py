@@ -234,17 +234,18 @@ def told(asked: Asked, labels: int | None = None, seed: int = 0) -> Told:
         found["words"][rest] = _by_words(asked.words, truth, answers, some, rest)
         head = solve({layer: states[some] for layer, states in asked.hidden.items()}, truth[some], answers)
         found["head"][rest] = label_probabilities(
-            _features(asked.hidden[head.layer], some, rest) @ head.weights + head.bias
+            features_of(asked.hidden[head.layer], some, rest) @ head.weights + head.bias
         )
         chosen.append(head.layer)
         for layer, states in asked.hidden.items():
-            fitted = ridge(_features(states, some, some), np.eye(answers)[truth[some]])
-            said = _features(states, some, rest) @ fitted.weights + fitted.bias
+            fitted = ridge(features_of(states, some, some), np.eye(answers)[truth[some]])
+            said = features_of(states, some, rest) @ fitted.weights + fitted.bias
             right[layer][rest] = said.argmax(axis=1) == truth[rest]
     return Told(asked.type, truth, found, chosen, {layer: float(each.mean()) for layer, each in right.items()})
 
 
-def _features(states: Any, some: Int64Array, rows: Int64Array) -> Float64Array:
+def features_of(states: Any, some: Int64Array, rows: Int64Array) -> Float64Array:
+    """Hidden states of `rows`, less the mean of those of `some`, over their standard deviation."""
     mean, scale = moments(states[some])
     return np.asarray((states[rows].astype(np.float64) - mean) / scale, np.float64)
 
@@ -385,7 +386,7 @@ def main(
             log(f"{at + TOGETHER} cases: {found['tokens'] / found['seconds']:.0f} tokens/s")
     asked = asked_of(every, output)
     if fitted_to is not None:
-        before = asked_of(cases_of(texts, folder, 10_000), fitted_to)
+        before = asked_of(cases_of(texts, folder, max(cases, 400)), fitted_to)
         each = [moved(before[name], own) for name, own in asked.items()]
         for way in each[0]:
             print(
