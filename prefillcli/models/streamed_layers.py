@@ -600,17 +600,18 @@ def load_streamed(
         )
     per_token = getattr(files.config, "num_experts_per_tok", None) or 0
 
-    def source_of(count: int | None) -> StreamedLayers:
+    def source_of(count: int | None, least: int = 0) -> StreamedLayers:
         return StreamedLayers(
             list(layers)[:count],
             placement.layers[:count],
             device,
-            room=memory - around,
+            room=max(memory - around, least),
             resident_bytes=around - scratch,
             experts_per_token=per_token,
         )
 
-    whole = source_of(None)  # of which nothing is read where the family is known
+    # Of all layers nothing is read where the family is known. They may be larger than those that are read later.
+    whole = source_of(None, ROLLING_SLOTS * max(_lay_out(parts, device)[1] for parts in placement.layers))
     try:
         prove_model(model, files, whole, tolerance=rehearsal_tolerance(files, device))
     except BaseException:
