@@ -90,6 +90,15 @@ def _no_head_file(settings: Any) -> bool:
     return settings.lm.head_file is None
 
 
+def _reads_in_full_precision(settings: Any) -> bool:
+    return settings.narrow_walk is None
+
+
+def _computes_so(settings: Any) -> bool:
+    # Whether the model itself computes in --compute, as its heads were fitted to it, and nothing is learnt of rows.
+    return settings.lm.head_file is not None
+
+
 def _keeps_auto(settings: Any) -> bool:
     # Whether --max-flips bounds what --keep auto leaves out.
     return bool(settings.compression.keep == "auto")
@@ -98,7 +107,8 @@ def _keeps_auto(settings: Any) -> bool:
 # Options that score some rows of a job apart from the others.
 _APART = ("--shard", "--since", "--retry-errors")
 _EXITS = ("--exit", "--first", "--compute")
-_BOUNDED = (*_EXITS, "--max-flips")
+_LEARNT = ("--exit", "--first", "--max-flips")
+_BOUNDED = (*_LEARNT, "--compute")
 _RARE = ("--recall", "--precision")
 
 REFUSED: tuple[Refused, ...] = (
@@ -134,12 +144,13 @@ REFUSED: tuple[Refused, ...] = (
         _BOUNDED,
         "it learns from the rows of the whole job, and bounds their flips together",
         "leave one of them out, or give the --exit-profile of a run over a sample",
-        lambda settings: settings.exits.exit_profile is not None,
+        lambda settings: settings.exits.exit_profile is not None or _computes_so(settings),
     ),
     *_refused(
         ("--since", "--retry-errors"),
         _BOUNDED,
         "it learns from the rows of the whole job, and bounds their flips together",
+        unless=_computes_so,
     ),
     *_refused(
         _APART,
@@ -216,12 +227,13 @@ REFUSED: tuple[Refused, ...] = (
         "--format",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
-            *("--questions", "--target-column", *_BOUNDED, "--exit-profile", "--calibration", "--rationale"),
+            *("--questions", "--target-column", *_LEARNT, "--exit-profile", "--calibration", "--rationale"),
             *("--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift", "--keep auto"),
             *("--keep-columns", "--partition", "--template"),
         ),
         "the requests of the input determine what is asked and written",
     ),
+    *_refused("--format", "--compute", "exits learn from the answers to one question", unless=_computes_so),
     # Reading prompts.
     *_refused("--paper", "--draft self", "the paper's draft decodes, and with --draft self nothing is decoded"),
     *_refused(("--first", "--compute"), "--draft", "a job has either first models or a draft"),
@@ -275,6 +287,20 @@ REFUSED: tuple[Refused, ...] = (
         "--deterministic",
         _BOUNDED,
         "exits are learnt from the other rows",
+        unless=_computes_so,
+    ),
+    *_refused(
+        "--compute",
+        "--deterministic",
+        "in low precision a row's numbers may depend on the rows beside it",
+        unless=_reads_in_full_precision,
+    ),
+    *_refused(
+        "--compute",
+        "--weights stream",
+        "the weights in low precision are made once, of weights that are loaded whole",
+        "take --weights resident",
+        unless=_reads_in_full_precision,
     ),
     *_refused("--deterministic", "--compile", "compiled layers have different kernels for each size of chunk"),
     *_refused(
