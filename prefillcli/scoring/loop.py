@@ -137,7 +137,7 @@ class WindowWork:
         self.further = further
         self.limited = limited
         self.next_tokens = next_tokens
-        self._leaving = leaving
+        self.leaving = leaving
         self._in_limit = False
         self._numbers = 0  # blocks of packs, after which later plans begin
         self._by_row: dict[int, dict[int, Request]] = {}
@@ -164,8 +164,8 @@ class WindowWork:
     def treatment(self, pack: Pack) -> Treatment:
         thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
         found = PLAIN
-        if self._leaving is not None:
-            found = self._leaving.treatment({number: self.requests[number] for number in pack.prompts}, self.in_full)
+        if self.leaving is not None:
+            found = self.leaving.treatment({number: self.requests[number] for number in pack.prompts}, self.in_full)
         treatment = replace(found, thinning=thinning, next_tokens=self.next_tokens)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
@@ -177,8 +177,8 @@ class WindowWork:
         if unanswered:
             answers = [answer for answer in answers if answer.failure is None]
             finished.add(failed_prompts(self, unanswered))
-        elif answers and self._leaving is not None:
-            self._leaving.answered(pack, answers, self.requests)
+        elif answers and self.leaving is not None:
+            self.leaving.answered(pack, answers, self.requests)
         complete: list[ScoredRow] = []
         texts: dict[int, Answer] = {}
         for answer in answers:
@@ -345,9 +345,10 @@ class FollowUpWork:
         limits: Limits,
         tick: Callable[[], None] = lambda: None,
         next_tokens: int = 0,
+        leaving: EarlyReading | None = None,
     ) -> None:
         self.plan = Plan([], 0)
-        self._next_tokens = next_tokens
+        self._next_tokens, self._leaving = next_tokens, leaving
         self.finished: list[ScoredRow] = []
         self.requests: list[Request] = []
         self._rows: list[ScoredRow] = []
@@ -374,13 +375,19 @@ class FollowUpWork:
     def treatment(self, pack: Pack) -> Treatment:
         texts = {prompt: text for prompt in pack.prompts if (text := self.requests[prompt].text) is not None}
         if not texts:
-            return replace(PLAIN, next_tokens=self._next_tokens)
+            found = PLAIN
+            if self._leaving is not None:  # of rows as they are: others ask about changed ones
+                whole = {number: own for number in pack.prompts if (own := self.requests[number]).required}
+                found = self._leaving.treatment(whole, frozenset()) if whole else PLAIN
+            return replace(found, next_tokens=self._next_tokens)
         writing = next(iter(texts.values()))[0]
         beginnings = {prompt: beginning for prompt, (_, beginning) in texts.items()}
         return Treatment(continuations=GivenContinuations(writing, beginnings))
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
         finished = failed_prompts(self, [answer for answer in answers if answer.failure is not None])
+        if self._leaving is not None and any(answer.readings for answer in answers):
+            self._leaving.answered(pack, answers, self.requests)
         for answer in answers:
             if answer.failure is None:
                 finished.tokens.computed += answer.computed_tokens
@@ -425,7 +432,7 @@ def follow_up(work: WindowWork, limits: Limits, tick: Callable[[], None] = lambd
     while work.wanted and (not group or tokens + each * work.wanted[0].prompt_tokens <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
         tokens += each * group[-1].prompt_tokens
-    found = FollowUpWork(work.window, group, further, limits, tick, work.next_tokens)
+    found = FollowUpWork(work.window, group, further, limits, tick, work.next_tokens, work.leaving)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
     return found
