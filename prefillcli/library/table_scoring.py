@@ -27,6 +27,7 @@ from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
 from prefillcli.scoring.compose import Parts, compose
+from prefillcli.scoring.identity import require_model_of_heads
 from prefillcli.scoring.loading import open_models
 from prefillcli.scoring.loop import Finished
 from prefillcli.scoring.opening import (
@@ -62,6 +63,7 @@ class TableScorer:
         opened = open_models(settings)
         labels, schema = answers_of(rows, self._parts, opened)
         opened = with_heads(self._parts, opened, labels)
+        require_model_of_heads(settings, opened, self._parts)
         builder = rows.make_builder(opened, labels, ())
         builder.close()  # a wrong template costs no load
         self._inputs = Inputs(rows, opened, labels, schema, builder)
@@ -113,6 +115,8 @@ class TableScorer:
         rows, parts = open_rows(settings, (settings.ids.id_column, *settings.files.keep_columns))
         inputs = use_models(rows, parts, self._inputs.opened, self._inputs.labels)
         try:
+            if parts.heads is not None:
+                parts.heads.require_wording(inputs)
             schema = inputs.schema
             schema.require_distinct()
             steps.expect(inputs.source.expected_rows)
@@ -139,8 +143,8 @@ class TableScorer:
     def _prepare(self, table: TableRows) -> None:
         # Prepare for prompts from these rows, with the builder of the last table where it fits.
         inputs, builder = self._inputs, self._inputs.builder
-        usual = USUAL_COLUMNS.intersection(table.available)
-        if usual != self._usual:
+        usual, before = USUAL_COLUMNS.intersection(table.available), self._usual
+        if usual != before:
             self._close_builder()
             builder = inputs.rows.make_builder(inputs.opened, inputs.labels, table.available)
             self._told = tell_way(inputs.settings, builder, self._told)
@@ -148,6 +152,8 @@ class TableScorer:
         table.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         rows = replace(inputs.rows, source=cast("Source", table))
         self._inputs = replace(inputs, rows=rows, builder=builder)
+        if usual != before and self._parts.heads is not None:
+            self._parts.heads.require_wording(self._inputs)
         if not self._checked:
             self._inputs = with_common_prompts(self._inputs)
 

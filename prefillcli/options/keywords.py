@@ -49,6 +49,7 @@ class ScorerOptions(TypedDict, total=False):
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     head: str
+    any_wording: bool
     layout: Literal["auto", "generic"]
     threads: int | Literal["auto"]
     adapter: StrPath | Sequence[str] | Mapping[str, StrPath]

@@ -90,12 +90,10 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     Raises ContentChangedError if a file has changed meanwhile; errors of reading pass through.
     """
     settings, opened, labels = inputs.settings, inputs.opened, inputs.labels
-    model = models.of(opened.files.origin)
     values = _values(settings, opened)
     found = {
         "input": inputs.source.fingerprint(),
-        "model": model.model(),
-        "tokenizer": model.tokenizer(),
+        **_of_models(settings, opened, models, values),
         "prompt": inputs.builder.fingerprint(),
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
         "settings": "",
@@ -107,8 +105,6 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     if settings.engine.engine != "torch":
         found["engine"] = hash_engine(settings)
     small = [models.of(each.files.origin) for each in opened.small]
-    if small:
-        found["draft"] = _one_or_hash([each.model() for each in small])
     if any(each.files.dtype_why and each.narrow is None for each in opened.small):
         found["draft_dtype"] = ",".join(dtype_name(each.files) for each in opened.small)
     own = [each.tokenizer() if opened.small[at].tokenizer is not None else "" for at, each in enumerate(small)]
@@ -123,10 +119,27 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
         found |= parts.review.identity()
     for each in parts.readings:
         found |= each.identity(values)
-    if settings.adapters.adapter:
-        found["adapters"] = adapters.identity(settings.adapters, opened, values, models.of)
     found["settings"] = hash_value(changed(ScoreSettings, values))
     return found
+
+
+def _of_models(settings: JobSettings, opened: Opened, models: LocalModels, values: dict[str, Any]) -> dict[str, str]:
+    # The digests of the files of all models, by part of the identity. Options that name some go out of the `values`.
+    model = models.of(opened.files.origin)
+    found = {"model": model.model(), "tokenizer": model.tokenizer()}
+    if opened.small:
+        found["draft"] = _one_or_hash([models.of(each.files.origin).model() for each in opened.small])
+    if settings.adapters.adapter:
+        found["adapters"] = adapters.identity(settings.adapters, opened, values, models.of)
+    return found
+
+
+def require_model_of_heads(settings: JobSettings, opened: Opened, parts: Parts) -> None:
+    """Raise UsageError if the heads of a job without a fingerprint are for another model. Waits until the files of the
+    models are hashed."""
+    if parts.heads is not None:
+        found = _of_models(settings, opened, LocalModels(settings), _values(settings, opened))
+        parts.heads.require_model(opened, found)
 
 
 def _one_or_hash(digests: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Wind
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.scoring.compose import Parts
+from prefillcli.scoring.identity import require_model_of_heads
 from prefillcli.scoring.loading import load_walk
 from prefillcli.scoring.loop import NEXT_TOKENS, FollowUpWork
 from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
@@ -104,6 +105,9 @@ def _inspect(
             inputs = open_inputs(rows, parts)
             opened, every, settings = inputs.opened, inputs.labels, cast("InspectSettings", inputs.settings)
             require_shares(every, "inspect")
+            require_model_of_heads(settings, opened, parts)
+            if parts.heads is not None:
+                parts.heads.require_wording(inputs)
             if isinstance(rows.asking, QuestionAsking):
                 _part(settings, [each.question for each in every.asked])  # before rows are read
             found = _find(settings.shown.row, inputs, every)

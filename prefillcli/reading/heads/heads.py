@@ -50,7 +50,7 @@ LEDGER, FILE = "heads", "heads.json"  # in the ledger of a job, and in its work 
 ADAPTED_ROWS = 300  # to take mean and scale of
 COMPARED_ROWS = 2_000  # of a question, at least: then no more is kept of rows
 _SEED = 20_263
-LEAST_ADAPTED = 20
+LEAST_ADAPTED = LEAST_COMPARED = 20  # rows: the features of one text go together, so few rows are far off by chance
 
 
 class Features:
@@ -71,13 +71,11 @@ class Features:
 
     def moved(self, fitted: int) -> tuple[float | None, float | None]:
         """Return `shift` and `spread` of `QuestionHead`, for a head fitted to this many rows."""
-        if not self.rows:
+        if self.rows < LEAST_COMPARED:
             return None, None
         mean = self._sum / self.rows
         by_chance = 1 / self.rows + 1 / fitted
         shift = float(np.sqrt(max(np.square(mean).mean() - by_chance, 0.0)))
-        if self.rows < 2:
-            return shift, None
         return shift, float(np.median(np.sqrt(np.maximum(self._squares / self.rows - np.square(mean), 0.0))))
 
 
@@ -190,12 +188,23 @@ class Heads(Reading, Judge):
     def require_fitting(self, inputs: Inputs, digests: Mapping[str, str]) -> None:
         """Raise UsageError for heads of another model, by the `digests` of the job's fingerprint, another wording or
         number format."""
-        file, opened = self.file, inputs.opened
-        if file.model != model_of(digests, self._read_as):
+        self.require_model(inputs.opened, digests)
+        self.require_wording(inputs)
+
+    def require_model(self, opened: Opened, digests: Mapping[str, str]) -> None:
+        """Raise UsageError for heads of another model, by these `digests` of its files."""
+        if self.file.model != model_of(digests, self._read_as):
+            beside = {"adapters": "adapters", "draft": "the draft"}
+            also = "".join(f" or those of {own}" for name, own in beside.items() if name in digests)
             raise UsageError(
-                f"{self.shown}: it was fitted to another model: the contents of {opened.files.origin} differ\n"
+                f"{self.shown}: it was fitted to another model: the contents of {opened.files.origin}{also} differ"
+                f"{'' if also else ', or an adapter or a draft is missing'}\n"
                 f"give the model that it was fitted to, or {_FIT}"
             )
+
+    def require_wording(self, inputs: Inputs) -> None:
+        """Raise UsageError for heads of another wording or number format, unless the settings take them."""
+        file, opened = self.file, inputs.opened
         if self._settings.heads.any_wording:
             return
         given = {

@@ -24,8 +24,8 @@ class QuestionHead(BaseModel):
 
     Over `compared` rows of this run, `shift` is the distance of its mean features from those of the fit, a root mean
     square over all features in their standard deviations, less what chance makes of so many rows. `spread` is the
-    median standard deviation of features, 1 at the fit. Both are null without rows. `adapted` says that the features
-    have the mean and scale of this job.
+    median standard deviation of features, 1 at the fit. Both are null where fewer than 20 rows are compared. `adapted`
+    says that the features have the mean and scale of this job.
     """
 
     model_config = ConfigDict(frozen=True)
