@@ -1,0 +1,131 @@
+"""Jobs with fitted heads beside everything else that a job may do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefillcli
+from prefillcli.errors import UsageError
+from prefillcli.options.commands import InspectSettings
+from prefillcli.options.load import load_settings
+from prefillcli.tools.inspect import inspect_job
+from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.models import save_model
+from tests.jobs.test_fitted_heads import QUESTIONS, as_documents, fit, refused, rows
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("deep") / "deep", layers=4, words="fox dog cat number")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose products can be computed in int8."""
+    return save_model(tmp_path_factory.mktemp("wide") / "wide", layers=4, hidden=128, words="fox dog cat number")
+
+
+@pytest.fixture(scope="module")
+def fitted(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of `is_fox`."""
+    folder = tmp_path_factory.mktemp("fitted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert fit(rows(40), model=deep, truth="is_fox", most_layers=2)["exit_code"] == 0
+    return folder / "a.head"
+
+
+@pytest.mark.parametrize("weights", ["resident", "stream"])
+def test_one_layer_is_read_of_a_model_with_more(deep: Path, weights: str) -> None:
+    flags = {"model": deep, "dtype": "bfloat16"}
+    assert fit(rows(40), truth="is_fox", most_layers=1, **flags)["exit_code"] == 0
+    source = write_parquet("in.parquet", **rows(3))
+    assert score(source, head="a.head", weights=weights, **flags)["exit_code"] == 0
+    assert read_report()["heads"]["loaded_layers"] == 1
+
+
+# Other clients of the parts of a job.
+
+
+def test_a_scorer_in_python_refuses_heads_of_another_model_or_wording(deep: Path, model: Path, fitted: Path) -> None:
+    asked, head = rows(2)["prompt"], {"head": str(fitted)}
+    with pytest.raises(UsageError, match="another model"):
+        prefillcli.Scorer(str(model), **head).score(asked)
+    other: dict[str, Any] = {"model": str(deep), "template": "Say {{ prompt }}", **head}
+    with pytest.raises(UsageError, match="words around"), prefillcli.Scorer(**other) as scorer:
+        scorer.score([{"prompt": each} for each in asked])
+    with pytest.raises(UsageError, match="bfloat16"), prefillcli.Scorer(str(deep), dtype="bfloat16", **head) as scorer:
+        scorer.score(asked)
+    source = write_parquet("in.parquet", prompt=asked)
+    with pytest.raises(UsageError, match="words around"):
+        prefillcli.score(str(source), **other)
+    with prefillcli.Scorer(**other, any_wording=True) as scorer:
+        assert scorer.score([{"prompt": each} for each in asked]).num_rows == 2
+
+
+def inspect(source: Path, **flags: Any) -> dict[str, Any]:
+    given = {"inputs": [str(source)], "quiet": True, **flags}
+    own = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return inspect_job(load_settings(InspectSettings, own, environment={}))
+
+
+def test_inspect_shows_the_answer_of_the_head(deep: Path, model: Path, fitted: Path) -> None:
+    source = write_parquet("in.parquet", **rows(2))
+    score(source, model=deep, head=fitted)
+    shown = inspect(source, model=deep, head=fitted)
+    assert shown["method"] == "head"
+    assert shown["score"] == pytest.approx(read_output("out.parquet")[0]["score"], abs=TOLERANCE)
+    refused(inspect(source, model=model, head=fitted), "another model")
+    refused(inspect(source, model=deep, head=fitted, template="Say {{ prompt }}"), "words around")
+
+
+# Rows that are compared with those of the fit.
+
+
+def test_questions_that_wait_are_compared_too(deep: Path) -> None:
+    waits = [QUESTIONS[0], {**QUESTIONS[1], "when": "fox >= 0"}]
+    Path("asked.json").write_text(json.dumps({"questions": waits}))
+    fit(as_documents(rows(40)), model=deep, questions="asked.json", truth="fox=is_fox,kind=kind", most_layers=2)
+    source = write_parquet("in.parquet", **as_documents(rows(25, seed=1)))
+    assert score(source, model=deep, questions="asked.json", head="a.head")["exit_code"] == 0
+    found = read_report()["heads"]["questions"]
+    assert {name: own["compared"] for name, own in found.items()} == {"fox": 25, "kind": 25}
+
+
+def test_a_few_rows_are_not_compared(deep: Path, fitted: Path) -> None:
+    source = write_parquet("in.parquet", prompt=["Le renard saute encore:"] * 3)
+    assert score(source, model=deep, head=fitted, max_shift=0.5)["exit_code"] == 0
+    found = read_report()["heads"]["questions"][""]
+    assert (found["compared"], found["shift"], found["spread"]) == (3, None, None)
+
+
+# A model that computes in low precision.
+
+
+def test_a_head_in_low_precision_needs_no_other_rows(wide: Path) -> None:
+    flags: dict[str, Any] = {"model": wide, "compute": "int8"}
+    Path("asked.json").write_text(json.dumps({"questions": QUESTIONS[:1]}))
+    assert fit(as_documents(rows(40)), truth="fox=is_fox", questions="asked.json", **flags)["exit_code"] == 0
+    asked = as_documents(rows(6, seed=1))
+    source, own = write_parquet("in.parquet", **asked), {"questions": "asked.json", "head": "a.head", **flags}
+    assert score(source, **own)["exit_code"] == 0
+    assert score(source, "parts.parquet", shard="1/2", **own)["exit_code"] == 0
+    questions = {"fox": {"type": "noul", "instructions": QUESTIONS[0]["instructions"]}}
+    lines = write_jsonl("in.jsonl", [{"state": text, "questions": questions} for text in asked["document"]])
+    assert score(lines, "out.jsonl", head="a.head", format="systemone", **flags)["exit_code"] == 0
+    for row, line in zip(read_output("out.parquet"), read_output("out.jsonl"), strict=True):
+        assert line["response"]["body"]["answers"]["fox"]["noul"] == pytest.approx(row["fox"], abs=TOLERANCE)
+
+
+def test_what_low_precision_cannot_do_with_a_head_is_refused(wide: Path, fitted: Path) -> None:
+    source = write_parquet("in.parquet", **rows(4))
+    flags: dict[str, Any] = {"model": wide, "compute": "int8"}
+    for other, text in (({"deterministic": True}, "beside it"), ({"weights": "stream"}, "loaded whole")):
+        with pytest.raises(UsageError, match=text):
+            score(source, head=fitted, **flags, **other)
+    with pytest.raises(UsageError, match="loaded whole"):
+        fit(rows(40), truth="is_fox", weights="stream", **flags)
