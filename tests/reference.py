@@ -113,14 +113,15 @@ class _Schema(GenerateJsonSchema):
 
 # The groups whose options determine how a row is scored, and their options that are for jobs alone.
 _OF_ROWS = (
-    *("prompts", "answers", "choices", "asking", "pairs", "likelihood", "probabilities", "lm", "adapters", "engine"),
-    *("packs", "layers", "compression", "requests", "rationales", "chosen"),
+    *("prompts", "answers", "choices", "asking", "pairs", "likelihood", "probabilities", "lm", "heads"),
+    *("adapters", "engine", "packs", "layers", "compression", "requests", "rationales", "chosen"),
 )
-_OF_JOBS = {"model", "gguf_cache", "format", "rationale_limit"}
+_OF_JOBS = {"model", "gguf_cache", "format", "rationale_limit", "adapt", "max_shift"}
 _OF_FILES = ("id_column", "keep_columns", "limit", "sample", "seed", "csv_separator", "csv_quoting")
 # Types that no rule makes of an option's own.
 _TYPES = {
     "adapter": "StrPath | Sequence[str] | Mapping[str, StrPath]",
+    "head": "StrPath",
     "keep": "float",
     "questions": "StrPath | Sequence[Question | Mapping[str, Any]] | None",
 }

@@ -48,10 +48,10 @@ class ScorerOptions(TypedDict, total=False):
     trust_remote_code: bool
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    head: str
-    any_wording: bool
+    head: StrPath
     layout: Literal["auto", "generic"]
     threads: int | Literal["auto"]
+    any_wording: bool
     adapter: StrPath | Sequence[str] | Mapping[str, StrPath]
     adapter_column: str | None
     engine: str

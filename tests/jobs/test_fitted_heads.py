@@ -288,7 +288,7 @@ def test_a_head_that_is_not_there_is_refused(deep: Path) -> None:
         ({"is_fox": ["yes"] * 60}, ("right answer of all 60 rows",)),
         ({"is_fox": ["yes", "no"] * 10 + [None] * 40}, ("20 rows with a right answer", "give 10 more")),
         ({"is_fox": ["perhaps"] * 60}, ("none of its values is a label",)),
-        ({"prompt": ["the same"] * 60}, ("the same for all rows",)),
+        ({"prompt": ["the same"] * 60}, ("1 row with a right answer and another prompt", "give 29 more")),
     ],
 )
 def test_rows_that_teach_nothing_are_refused_and_nothing_is_written(

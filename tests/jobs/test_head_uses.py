@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import prefillcli
@@ -129,3 +130,48 @@ def test_what_low_precision_cannot_do_with_a_head_is_refused(wide: Path, fitted:
             score(source, head=fitted, **flags, **other)
     with pytest.raises(UsageError, match="loaded whole"):
         fit(rows(40), truth="is_fox", weights="stream", **flags)
+
+
+# Rows that heads are fitted to.
+
+
+def test_rows_with_one_prompt_stay_together_when_heads_are_compared(deep: Path) -> None:
+    rng = np.random.default_rng(3)
+    data = rows(60)
+    data["is_fox"] = rng.permutation(data["is_fox"]).tolist()  # of what no head can know
+    often = {name: values * 6 for name, values in data.items()}
+    once, found = (fit(each, model=deep, truth="is_fox", most_layers=1)["heads"][0] for each in (data, often))
+    right = [each["held_out"]["the head"]["accuracy"] for each in (once, found)]
+    assert found["rows"] == 360
+    assert right[1] < right[0] + 0.1  # it would be right in nearly all, as it has seen the others with the same prompt
+
+
+def test_answers_of_few_rows_and_rows_left_out_are_told(deep: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = rows(44)
+    data["kind"][:3] = ["dog"] * 3
+    data |= {"kind": [{"cat": "dog"}.get(each, each) for each in data["kind"]]}
+    data["kind"][5], data["prompt"][7], data["kind"][9] = "cat", "fox " * 3000, None
+    found = fit(data, model=deep, truth="kind", labels="fox,dog,cat", quiet=False)["heads"][0]
+    assert found["left_out"] == {"that cannot be read": 1, "without a right answer": 1}
+    err = capfd.readouterr().err
+    assert "few rows have the right answer cat (1)" in err
+    assert "left out: 1 without a right answer, 1 that cannot be read" in err
+
+
+def test_no_more_rows_are_read_than_memory_is_given_to(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prefillcli.tools.fit.fit_job.MOST_ROWS", 40)
+    assert fit(rows(60), model=deep, truth="is_fox")["heads"][0]["rows"] == 40
+    assert "the first 40 rows with a right answer are used" in capfd.readouterr().err
+    assert fit(rows(60), model=deep, truth="is_fox", sample=40)["heads"][0]["rows"] == 40
+    assert "the first 40 rows" not in capfd.readouterr().err
+
+
+def test_rows_for_another_head_are_refused_before_they_are_read(
+    deep: Path, model: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefillcli.tools.fit.fit_job.load_here", None)
+    more = {"truth": "is_fox", "add": str(fitted)}
+    refused(fit(rows(40), model=model, **more), "another model")
+    refused(fit(rows(40), model=deep, template="Say {{ prompt }}", **more), "other words around")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from prefillcli.core.inputs import Inputs
@@ -20,6 +21,7 @@ from prefillcli.engines.base import Answer, EarlyExits, Readings, Treatment
 from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
 from prefillcli.judging.truth import Mistakes, TruthPlan, is_blank
 from prefillcli.models.open import dtype_name
+from prefillcli.models.shape import Shape
 from prefillcli.options.commands import FitSettings
 from prefillcli.options.judging import truth_by_question
 from prefillcli.prompts.labels import Labels
@@ -32,6 +34,7 @@ from prefillcli.rows.records import Prompt, Window
 from prefillcli.rows.values import to_python
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress, step
+from prefillcli.runtime.memory import available_memory
 from prefillcli.scoring.identity import LocalModels, fingerprint
 from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart
@@ -40,7 +43,10 @@ from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.arrays import Float32Array, Float64Array, Int64Array
 from prefillcli.tools.fit.solve import COMMONEST, OWN, WORDS, Rival, Solution, chance_of, quality, rivals, solve
 
-LEAST_ROWS = 30  # with a right answer, of a question
+LEAST_ROWS = 30  # with a right answer and a prompt of their own, of a question
+FEW_ROWS = 5  # of an answer: there are no fewer in a fold for each
+MOST_ROWS = 5_000  # of a question: more teach little, and a head is solved in the square or cube of their number
+HIDDEN_SHARE = 0.25  # of the free memory, that hidden states may take
 LAYERS = 8  # at which hidden states are kept
 FIRST_LAYER = 0.3  # of the model's depth: below, hidden states know little of a text
 BEFORE = "the head before"
@@ -79,6 +85,8 @@ class Collected:
     prompts: list[int] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)  # right answers that are none
     left_out: Counter[str] = field(default_factory=Counter)
+    most: int = MOST_ROWS  # rows
+    is_cut: bool = False  # whether there are more than these
 
     def lessons(self, layers: Sequence[int]) -> Lessons:
         """Return the rows, with the hidden states of these layers, counted from 0."""
@@ -102,6 +110,7 @@ class Fitted:
     truth: Int64Array  # of the rows that the rivals answer
     better: bool
     reason: str
+    left_out: Mapping[str, int]
 
 
 def fit_job(settings: FitSettings) -> dict[str, Any]:
@@ -139,6 +148,18 @@ def _fit(
             layers = observed_layers(depth, settings.fitting.most_layers)
             if earlier is not None:
                 layers = tuple(sorted({each.layer - 1 for each in earlier.heads}))
+            read_as = [] if parts.compression is None else parts.compression.read_as()
+            about = HeadFile.model_construct(
+                model=model_of(fingerprint(inputs, parts, models), read_as),
+                layers=depth,
+                dtype=dtype_name(inputs.opened.files),
+                compute=inputs.opened.narrow,
+                heads=(),
+            )
+            if earlier is not None:  # before rows are read
+                _require_same(earlier, about, settings)
+                _require_fitting(earlier, collected, inputs)
+            _limit(collected, len(layers), inputs)
             step("loading the model")
             loaded = load_here(inputs.opened, settings, inputs.labels)
             stack.callback(loaded.close)
@@ -146,25 +167,19 @@ def _fit(
         progress = stack.enter_context(
             Progress(inputs.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet)
         )
-        for window in inputs.windows():
-            inputs.labels.check(window)
-            _collect(window, scorer, collected, layers, lambda tokens: check())
-            progress.advance(len(window.rows), 0.0)
+        with inputs.windows() as coming:
+            for window in coming:
+                if all(len(own.truth) >= own.most for own in collected.values()):
+                    for own in collected.values():
+                        own.is_cut = True
+                    break
+                inputs.labels.check(window)
+                _collect(window, scorer, collected, layers, lambda tokens: check())
+                progress.advance(len(window.rows), 0.0)
         with at_once():
             models.require_unchanged()
-            digests = fingerprint(inputs, parts, models)
     with at_once():
         step("solving")
-        read_as = [] if parts.compression is None else parts.compression.read_as()
-        about = HeadFile.model_construct(
-            model=model_of(digests, read_as),
-            layers=depth,
-            dtype=dtype_name(inputs.opened.files),
-            compute=inputs.opened.narrow,
-            heads=(),
-        )
-        if earlier is not None:
-            _require_same(earlier, about, settings)
         fitted = {part: _solved(own, inputs, part, layers, earlier) for part, own in sorted(collected.items())}
         kept = [each for each in fitted.values() if each.better or settings.fitting.keep_worse]
         if not settings.run.quiet:
@@ -194,6 +209,7 @@ def _fit(
             {
                 "question": each.head.question or None,
                 "rows": len(each.head.truth),
+                "left_out": {why: rows for why, rows in each.left_out.items() if rows},
                 "layer": each.head.layer,
                 "layers": depth,
                 "better": each.better,
@@ -239,14 +255,19 @@ def _collect(
             values = [None if value is None else json.loads(value) for value in values]
         truths[part] = values
     wanted: list[tuple[Prompt, int]] = []
+    asking: Counter[int] = Counter()
     for prompt in window.prompts:
         if prompt.part not in collected:
             continue
         own = collected[prompt.part]
+        if len(own.truth) + asking[prompt.part] >= own.most:
+            own.is_cut = True
+            continue
         value = truths[prompt.part][window.place(prompt.row)]
         number = None if is_blank(value) else own.plan.number_of(value)
         if number is not None:
             wanted.append((prompt, number))
+            asking[prompt.part] += 1
         elif is_blank(value):
             own.left_out["without a right answer"] += 1
         else:
@@ -299,6 +320,11 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
     labels: Labels = inputs.labels.asked[part]
     plan, name = own.plan, labels.question.name
     plan.tell(Mistakes.of(own.unknown, plan.names))
+    if own.is_cut:
+        log.warning(
+            f"{plan.option}: the first {own.most:,} rows with a right answer are used, and later ones are not read\n"
+            f"give --sample {own.most} for rows from all over the input"
+        )
     answers, wording = len(labels.names), wording_of(inputs.builder, inputs.labels, part)
     before = None if earlier is None else earlier.by_question.get(name)
     _require_enough(own, plan, before)
@@ -306,9 +332,8 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
     hidden, truth, prompts = lessons.hidden, lessons.truth, lessons.prompts
     compared = np.ones(len(truth), np.bool_)
     if before is None:
-        given = rivals(lessons.own, lessons.words, truth, answers)
+        given = rivals(lessons.own, lessons.words, truth, answers, prompts=prompts)
     else:
-        _require_fitting(before, labels, wording, inputs)
         learnt = np.isin(prompts, before.prompts)  # by the head before, so they say little of how good it is
         compared = compared if learnt.all() else ~learnt
         added = hidden[before.layer]
@@ -316,7 +341,7 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
         keep = ~np.isin(before.prompts, prompts)
         hidden = {before.layer: np.concatenate([before.hidden[keep], added])}
         truth, prompts = np.concatenate([before.truth[keep], truth]), np.concatenate([before.prompts[keep], prompts])
-    found: Solution = solve(hidden, truth, answers)
+    found: Solution = solve(hidden, truth, answers, prompts=prompts)
     shown, right = found.held_out[len(truth) - len(lessons.truth) :][compared], lessons.truth[compared]
     held = {each.name: quality(each.probabilities, right) for each in given}
     held[HEAD] = quality(shown, right)
@@ -334,7 +359,7 @@ def _solved(own: Collected, inputs: Inputs, part: int, layers: Sequence[int], ea
         held_out=held,
     )
     better, reason = _verdict(held)
-    return Fitted(head, given, shown, right, better, reason)
+    return Fitted(head, given, shown, right, better, reason, own.left_out)
 
 
 def _readings(hidden: Float32Array) -> Readings:
@@ -343,7 +368,7 @@ def _readings(hidden: Float32Array) -> Readings:
 
 
 def _require_enough(own: Collected, plan: TruthPlan, before: FittedHead | None) -> None:
-    count = len(own.truth) + (0 if before is None else len(before.truth))
+    count = len({*own.prompts, *(() if before is None else before.prompts.tolist())})
     if not own.truth and own.unknown:
         mistakes = Mistakes.of(own.unknown, plan.names)
         if mistakes is not None:
@@ -351,7 +376,7 @@ def _require_enough(own: Collected, plan: TruthPlan, before: FittedHead | None) 
     others = ", ".join(f"{rows:,} {why}" for why, rows in own.left_out.items() if rows)
     if count < LEAST_ROWS or not own.truth:
         raise UsageError(
-            f"{plan.option}: {counted(count, 'row')} with a right answer"
+            f"{plan.option}: {counted(count, 'row')} with a right answer and another prompt than the others"
             f"{f' ({others})' if others else ''}; a head takes at least {LEAST_ROWS}\n"
             f"give {max(LEAST_ROWS - count, 1)} more"
         )
@@ -365,15 +390,36 @@ def _require_enough(own: Collected, plan: TruthPlan, before: FittedHead | None) 
     never = [plan.name_of(at) for at, rows in enumerate(counts) if not rows]
     if never:
         log.warning(f"{plan.option}: no row has the right answer {', '.join(never)}, so the head hardly ever gives it")
-
-
-def _require_fitting(before: FittedHead, labels: Labels, wording: str, inputs: Inputs) -> None:
-    if before.labels != labels.names or before.wording != wording:
-        what = "answers" if before.labels != labels.names else "words around a row's text"
-        raise UsageError(
-            f"--add: its head of {before.question or 'the question'} was fitted with other {what}\n"
-            "ask with the same question and options, or fit all rows anew"
+    few = [f"{plan.name_of(at)} ({rows})" for at, rows in enumerate(counts) if 0 < rows < FEW_ROWS]
+    if few:
+        log.warning(
+            f"{plan.option}: few rows have the right answer {', '.join(few)}: how often it is found is not known\n"
+            "give more of them"
         )
+
+
+def _require_fitting(earlier: HeadFile, collected: Iterable[int], inputs: Inputs) -> None:
+    # Raise UsageError for heads of these questions that were fitted to other words.
+    for part in collected:
+        labels: Labels = inputs.labels.asked[part]
+        before = earlier.by_question.get(labels.question.name)
+        if before is None:
+            continue
+        others = before.labels != labels.names
+        if others or before.wording != wording_of(inputs.builder, inputs.labels, part):
+            what = "answers" if others else "words around a row's text"
+            raise UsageError(
+                f"--add: its head of {before.question or 'the question'} was fitted with other {what}\n"
+                "ask with the same question and options, or fit all rows anew"
+            )
+
+
+def _limit(collected: Mapping[int, Collected], layers: int, inputs: Inputs) -> None:
+    # Bound the rows of each question by the memory that their hidden states take.
+    width: int = Shape(inputs.opened.files.config.get_text_config()).hidden
+    room = int(HIDDEN_SHARE * available_memory(torch.device("cpu"))) // (len(collected) * layers * width * 4)
+    for own in collected.values():
+        own.most = min(MOST_ROWS, max(room, LEAST_ROWS))
 
 
 def _verdict(held: Mapping[str, Quality]) -> tuple[bool, str]:
@@ -392,7 +438,8 @@ def _print(fitted: Any, depth: int, console: Console) -> None:
         title = f"{head.question}: " if head.question else ""
         counts = Counter(head.labels[at] for at in head.truth.tolist()).most_common()
         by_answer = ", ".join(f"{rows:,} {name}" for name, rows in counts)
-        console.print(f"{title}{counted(len(head.truth), 'row')} ({by_answer})")
+        left = ", ".join(f"{rows:,} {why}" for why, rows in each.left_out.items() if rows)
+        console.print(f"{title}{counted(len(head.truth), 'row')} ({by_answer}){f'; left out: {left}' if left else ''}")
         table = [["held-out rows", "right", "log loss", "Brier", "ECE", "by chance", "layers"]]
         for rival in each.rivals:
             own = head.held_out[rival.name]

@@ -33,15 +33,22 @@ class Solution(NamedTuple):
     held_out: Float64Array
 
 
-def solve(hidden: Mapping[int, Float32Array], truth: Int64Array, answers: int, seed: int = 0) -> Solution:
-    """Return the head for `hidden` states [rows, hidden] by layer, fitted to the right answers `truth` [rows].
+def solve(
+    hidden: Mapping[int, Float32Array],
+    truth: Int64Array,
+    answers: int,
+    seed: int = 0,
+    prompts: Int64Array | None = None,
+) -> Solution:
+    """Return the head for `hidden` states [rows, hidden] by layer, fitted to the right answers `truth` [rows]. Rows
+    with the same number among `prompts` [rows] are in one fold: a head that has seen a prompt knows its answer.
 
     The ridge's strength has the least squared error when each row is left out in turn. The layer is the lowest whose
     error is within `WITHIN` standard errors of the least. Both are chosen anew without each fold, for the rows of that
     fold, and so is the temperature that makes probabilities of scores: biases, too, cost right answers where rows are
     few (docs/log.md). Raises UsageError where the hidden states do not differ.
     """
-    folds = list(folds_of(truth, seed))
+    folds = list(folds_of(truth, seed, prompts))
     held = np.empty((len(truth), answers))
     for rows, rest in folds:
         layer, found = _best({layer: each[rows] for layer, each in hidden.items()}, truth[rows], answers)
@@ -88,14 +95,20 @@ def _predicted(fitted: Ridge, states: Float32Array, others: Float32Array) -> Flo
     return np.asarray((others.astype(np.float64) - mean) / scale @ fitted.weights + fitted.bias, np.float64)
 
 
-def folds_of(truth: Int64Array, seed: int = 0) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield the rows to fit and those left out, with equal shares of each answer as far as that is possible."""
-    from sklearn.model_selection import StratifiedKFold
+def folds_of(
+    truth: Int64Array, seed: int = 0, prompts: Int64Array | None = None
+) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Yield the rows to fit and those left out, with equal shares of each answer as far as that is possible. Rows with
+    the same number among `prompts` [rows] stay together."""
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
     with catch_warnings():
         simplefilter("ignore", UserWarning)  # some answers are of fewer rows than there are folds
         count = min(FOLDS, int(np.bincount(truth).max()))
-        yield from StratifiedKFold(n_splits=count, shuffle=True, random_state=seed).split(truth, truth)
+        kind = StratifiedKFold
+        if prompts is not None and (distinct := len(np.unique(prompts))) < len(prompts):
+            kind, count = StratifiedGroupKFold, min(count, distinct)
+        yield from kind(n_splits=count, shuffle=True, random_state=seed).split(truth, truth, prompts)
 
 
 def _cross_scaled(
@@ -125,10 +138,18 @@ COMMONEST, WORDS = "the commonest answer", "words alone"
 OWN, CALIBRATED = "the model's own answer", "the same, calibrated"
 
 
-def rivals(own: Float64Array, words: Float32Array, truth: Int64Array, answers: int, seed: int = 0) -> list[Rival]:
+def rivals(
+    own: Float64Array,
+    words: Float32Array,
+    truth: Int64Array,
+    answers: int,
+    seed: int = 0,
+    prompts: Int64Array | None = None,
+) -> list[Rival]:
     """Return the rivals of a head: always the commonest answer; the model's `own` one, by log-probabilities [rows,
-    answers], as it is and calibrated; and a ridge of hashed `words` [rows, numbers], without any model."""
-    folds = list(folds_of(truth, seed))
+    answers], as it is and calibrated; and a ridge of hashed `words` [rows, numbers], without any model. `prompts` as
+    in `solve`."""
+    folds = list(folds_of(truth, seed, prompts))
     counted, said = np.empty((len(truth), answers)), np.empty((len(truth), answers))
     lengths = np.linalg.norm(words, axis=1, keepdims=True)
     points = words / np.where(lengths > 0, lengths, 1)
