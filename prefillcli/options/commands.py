@@ -460,6 +460,8 @@ class BenchSettings(JobSettings):
                 raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
             if name == "bm25":
                 require_extra("bm25", "--method bm25")
+        if "head" in self.contest.method and self.lm.head_file is None:
+            raise UsageError("--method head needs --head: a file of prefill fit")
         if FIRST_METHOD.met(self) and not self.learning.first:
             raise UsageError("--method first needs --first: a small model that reads every row first, or words")
 

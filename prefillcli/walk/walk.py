@@ -154,6 +154,8 @@ class LayerWalk:
             self.windows |= attention.windows
         if not state.chunks:  # of the layers that were not computed
             self._held.drop_others(pack.keep)
+        if state.reads and len(self.layers) < len(self._ends.layers):
+            raise ValueError("the model is not read up to its head, which some prompts ask")
         if hidden is not None:
             yield from self.logits(hidden)
         elif whole and state.reads:

@@ -11,8 +11,9 @@ import pytest
 
 import prefillcli
 from prefillcli.errors import UsageError
-from prefillcli.options.commands import InspectSettings
+from prefillcli.options.commands import BenchSettings, InspectSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.inspect import inspect_job
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.models import save_model
@@ -84,6 +85,29 @@ def test_inspect_shows_the_answer_of_the_head(deep: Path, model: Path, fitted: P
     refused(inspect(source, model=deep, head=fitted, template="Say {{ prompt }}"), "words around")
 
 
+def bench(source: Path, **flags: Any) -> dict[str, Any]:
+    given = {"inputs": [str(source)], "quiet": True, "rounds": 0, **flags}
+    own = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return bench_job(load_settings(BenchSettings, own, environment={}))
+
+
+def test_bench_compares_the_answers_of_heads_with_the_models(deep: Path, model: Path, fitted: Path) -> None:
+    data = rows(20)
+    source = write_parquet("in.parquet", **data)
+    score(source, "own.parquet", model=deep)
+    score(source, "head.parquet", model=deep, head=fitted)
+    own, by_head = ([row["score"] > 0.5 for row in read_output(f"{name}.parquet")] for name in ("own", "head"))
+    found = bench(source, model=deep, head=fitted, truth="is_fox")
+    methods = found["workloads"]["in.parquet"]
+    assert methods.keys() == {"hf", "hybrid", "head"}
+    assert methods["hf"]["flips"] == 0  # it reads the model's own answers
+    assert methods["head"]["flips"] == sum(one != other for one, other in zip(own, by_head, strict=True)) > 0
+    refused(bench(source, model=model, head=fitted), "another model")
+    refused(bench(source, model=deep, head=fitted, template="Say {{ prompt }}"), "words around")
+    with pytest.raises(UsageError, match="needs --head"):
+        bench(source, model=deep, method=("head",))
+
+
 # Rows that are compared with those of the fit.
 
 
@@ -153,7 +177,7 @@ def test_answers_of_few_rows_and_rows_left_out_are_told(deep: Path, capfd: pytes
     data["kind"][5], data["prompt"][7], data["kind"][9] = "cat", "fox " * 3000, None
     found = fit(data, model=deep, truth="kind", labels="fox,dog,cat", quiet=False)["heads"][0]
     assert found["left_out"] == {"that cannot be read": 1, "without a right answer": 1}
-    err = capfd.readouterr().err
+    err = " ".join(capfd.readouterr().err.split())
     assert "few rows have the right answer cat (1)" in err
     assert "left out: 1 without a right answer, 1 that cannot be read" in err
 

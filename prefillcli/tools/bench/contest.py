@@ -30,6 +30,7 @@ from prefillcli.rows.records import FALLBACK, Prompt, PromptKey, ScoredRow, Wind
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import with_peak as with_peak
 from prefillcli.runtime.signals import Stop
+from prefillcli.scoring.identity import require_model_of_heads
 from prefillcli.scoring.loop import Finished
 from prefillcli.scoring.opening import open_rows, open_without_rows, use_models
 from prefillcli.scoring.scorer import load_here, make_scorer, score
@@ -171,6 +172,9 @@ class MethodJob:
         self.settings = score_settings(settings, method, keep)
         rows, self._parts = open_rows(self.settings, (self.settings.ids.id_column, *self.settings.files.keep_columns))
         self.inputs = use_models(rows, self._parts, models.opened, models.labels)
+        require_model_of_heads(self.settings, models.opened, self._parts)
+        if self._parts.heads is not None:
+            self._parts.heads.require_wording(self.inputs)
         self._kept, self._stop = KeptHere(f"{folder}/{self.name}"), stop
         self._scorer: ModelScorer | None = None
 
@@ -202,6 +206,8 @@ class MethodJob:
 
     def answer(self, window: Window) -> MethodRun:
         """Score the rows of a window. This call is timed."""
+        if self._parts.heads is not None:  # the window is the reference's, which the model answers
+            window = replace(window, prompts=[self._by_head(each) for each in window.prompts])
         run, windows = MethodRun(), [window]
         if METHODS[self.method].apart:
             windows = [replace(window.only([own]), index=number) for number, own in enumerate(window.prompts)]
@@ -212,6 +218,12 @@ class MethodJob:
         score(self._scorer, self._parts, iter(windows), run, block_tokens=0)
         return run
 
+    def _by_head(self, prompt: Prompt) -> Prompt:
+        own = self.inputs.labels.asked[prompt.part]
+        if own.head is None:
+            return prompt
+        return replace(prompt, labels=prompt.labels.answered_by(own.head, len(own.labels)))
+
 
 def open_models(settings: BenchSettings) -> dict[str, ComparedModels]:
     """Open the models of each method: methods with the same weights share them. Nothing is loaded."""
@@ -219,9 +231,9 @@ def open_models(settings: BenchSettings) -> dict[str, ComparedModels]:
     opened, found = dict[Any, ComparedModels](), dict[str, ComparedModels]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
         own = wanted[name]
-        key = own.engine.engine, own.exits.chain
+        key = own.engine.engine, own.lm.head_file, own.exits.chain
         if own.engine.engine == "torch" and not _has_small(own):
-            key = next((each for each in opened if each[0] == "torch"), key)
+            key = next((each for each in opened if each[:2] == key[:2]), key)
         if key not in opened:
             if opened and own.lm.model is None:  # which the first ones have reported
                 own = own.with_options({"model": str(next(iter(opened.values())).opened.files.path)})

@@ -51,12 +51,13 @@ METHODS = {
         {"compute": "int8"},
         _BOUND,
     ),
+    "head": Method("the heads of --head answer, after the layers that they read", takes=("head",)),
     "vllm": Method(
         "vLLM in its own process, with a copy of the model; its prefix cache begins empty", {"engine": "vllm"}
     ),
 }
 # Options that mean something else in `prefill score`, and those that only some methods take.
-_OWN = {"output", "truth", *(name for each in METHODS.values() for name in each.takes)}
+_OWN = {"output", "truth", *(name for each in METHODS.values() for name in each.takes)} - {"head"}
 
 
 def method_names(settings: BenchSettings) -> list[str]:
@@ -64,6 +65,7 @@ def method_names(settings: BenchSettings) -> list[str]:
     if settings.contest.method:
         return [name for name in METHODS if name == REFERENCE or name in settings.contest.method]
     usual = {"hf", REFERENCE, *(("full",) if settings.contest.full else ())}
+    usual |= set() if settings.lm.head_file is None else {"head"}
     return [
         name for name, each in METHODS.items() if name in usual or ("keep" in each.takes and settings.compares(name))
     ]
@@ -74,6 +76,8 @@ def score_settings(settings: BenchSettings, name: str, keep: float | None = None
     method = METHODS[name]
     given = {each: settings.value(each) for each in settings.given if each not in _OWN}
     given |= {each: settings.value(each) for each in method.takes} | dict(method.settings)
+    if settings.lm.head_file is not None and name != "head":
+        del given["head"]  # the others read the model's own
     given |= {"quiet": True, "inputs": settings.input.inputs or ("rows",)}
     given["keep_columns"] = tuple(settings.truth.columns.values())
     if "keep" in method.takes:
