@@ -120,7 +120,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--document", "--documents", "--questions"}  # of python -m benchmarks.details
     known |= {"--characters", "--numbers"}
     known |= {"--tasks", "--batch"}  # of lm_eval
-    known |= {"--reworded"}  # of python -m benchmarks.heads
+    known |= {"--reworded", "--int"}  # of python -m benchmarks.heads, as --int8
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales
     known |= {"--workload", "--contender", "--try", "--no-try"}  # of python -m benchmarks.peers
     known |= {"--texts", "--rows", "--rotated", "--only", "--table", "--cases"}  # of python -m benchmarks.forms
