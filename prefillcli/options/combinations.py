@@ -331,7 +331,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused(
         "--head",
-        ("--calibrate-with", "--label-norm", "--label-end", "--min-label-mass"),
+        ("--calibrate-with", "--label-norm", "--label-end", "--min-label-mass", "--temperature"),
         "its probabilities are fitted to right answers, and are not those of words",
         unless=_no_head_file,
     ),

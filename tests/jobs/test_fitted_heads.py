@@ -247,6 +247,7 @@ def test_a_head_is_for_its_model_wording_and_number_format(deep: Path, fitted: P
         ({"calibrate_with": ("N/A",), "template": "{{ prompt }}"}, "--calibrate-with"),
         ({"label_norm": "bytes"}, "--label-norm"),
         ({"min_label_mass": 0.5}, "--min-label-mass"),
+        ({"temperature": 2.0}, "--temperature"),
         ({"draft": "self", "keep": 0.5}, "--draft self"),
         ({"target_column": "kind"}, "--target-column"),
         ({"choices_column": "kind"}, "--choices-column"),
