@@ -233,7 +233,12 @@ REFUSED: tuple[Refused, ...] = (
         ),
         "the requests of the input determine what is asked and written",
     ),
-    *_refused("--format", "--compute", "exits learn from the answers to one question", unless=_computes_so),
+    *_refused(
+        "--format",
+        "--compute",
+        "the requests of the input determine what is asked and written",
+        unless=_computes_so,
+    ),
     # Reading prompts.
     *_refused("--paper", "--draft self", "the paper's draft decodes, and with --draft self nothing is decoded"),
     *_refused(("--first", "--compute"), "--draft", "a job has either first models or a draft"),

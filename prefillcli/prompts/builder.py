@@ -146,8 +146,10 @@ class PromptBuilder:
     def fingerprint(self) -> str:
         """Digest of everything here that changes a prompt, the text of the template included."""
         settings = self.settings
-        parts = [self.column, settings.max_length, settings.on_long, self.max_row_bytes, settings.empty_text]
-        return hashlib.sha256(json.dumps([*parts, *self.words()]).encode()).hexdigest()
+        template, chat, system, literal, pair, chats, question, end, instructions, *layout = self.words()
+        parts = [self.column, template, chat, system, settings.max_length, settings.on_long, self.max_row_bytes]
+        parts += [literal, pair, chats, question, end, settings.empty_text, instructions, *layout]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def words(self, question: Any = None) -> list[Any]:
         """Return everything that stands around a row's own text in its prompt, for JSON; with a `question` of the row,

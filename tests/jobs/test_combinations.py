@@ -90,6 +90,8 @@ def _both(each: Refused) -> Settings:
     # Settings of a command with both options, whose own checks have not run.
     kind = InspectSettings if (each.option, each.other) == ("--exit-profile", "--adapter") else ScoreSettings
     values = {"inputs": ("in.parquet",), **GIVEN[each.option], **GIVEN[each.other]}
+    if not each.holds(kind(**{name: value for name, value in values.items() if name in kind.options()})):
+        values |= GIVEN["--head"]  # some are refused only where a head is fitted to --compute
     return kind(**{name: value for name, value in values.items() if name in kind.options()})
 
 

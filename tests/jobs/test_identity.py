@@ -84,6 +84,7 @@ VLLM = {
 #: Values that are not the default; other options take the first of VALUES that they can.
 OTHER: dict[str, Any] = {
     "estimate": 20,
+    "head": "vocabulary",
     "rejects": "rejects.jsonl",
     "review": "look.jsonl",
     "review_below": "0.9",

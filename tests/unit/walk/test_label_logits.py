@@ -66,14 +66,14 @@ def test_labels_after_a_layer_are_those_of_the_model_cut_off_there(family: str, 
     model, prompts = model_of(family), two_levels()
     rule, _ = look(model, prompts, peek=peek)
     layers = model.config.num_hidden_layers
-    assert rule.seen.keys() == {(layer, prompt) for layer in range(layers - 1) for prompt in range(len(prompts))}
-    for layer in range(layers - 1):
+    assert rule.seen.keys() == {(layer, prompt) for layer in range(layers) for prompt in range(len(prompts))}
+    for layer in range(layers):
         with cut_off(model, layer + 1):
             wanted = eager(model, prompts)[:, list(LABELS)]
         assert wanted.std() > 0.3, "logits must differ enough to tell a wrong answer"
         found = torch.stack([rule.seen[layer, prompt][1] for prompt in range(len(prompts))])
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-        if layer + 1 < layers - 1:
+        if layer + 1 < layers:
             before = torch.stack([rule.seen[layer + 1, prompt][0] for prompt in range(len(prompts))])
             torch.testing.assert_close(before, wanted, atol=1e-4, rtol=0)
 
