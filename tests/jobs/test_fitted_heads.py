@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 import prefillcli
 from prefillcli.cli import app
-from prefillcli.errors import UsageError
+from prefillcli.errors import ResourceError, UsageError
 from prefillcli.options.commands import FitSettings, MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.heads.head import HeadFile, head_file_at
-from prefillcli.reading.heads.heads import model_of
+from prefillcli.reading.heads.heads import Heads, model_of
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.proof import ModelContents
 from prefillcli.stats.ridge import STRENGTHS
@@ -464,6 +464,25 @@ def test_an_adapted_head_takes_mean_and_scale_of_the_job(deep: Path, fitted: Pat
     states = states_of(deep, asked["prompt"])[head.layer]
     logits = (states - states.mean(axis=0)) / states.std(axis=0) @ head.weights + head.bias
     assert np.abs([row["score"] for row in read_output("out.parquet")] - shares(logits)[:, 0]).max() < TOLERANCE
+
+
+def test_a_resumed_run_keeps_what_heads_were_adapted_to(
+    deep: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_parquet("in.parquet", **rows(30, seed=6))
+    flags = {"model": deep, "head": fitted, "adapt": True}
+    score(source, "whole.parquet", **flags)
+
+    def stop(*args: Any, **how: Any) -> None:
+        raise ResourceError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefillcli.scoring.score.score", stop)
+        assert score(source, **flags)["exit_code"] == 5
+    monkeypatch.setattr(Heads, "_moments", stop)  # they are not taken again
+    assert score(source, resume=True, **flags)["exit_code"] == 0
+    found, whole = (read_output(path) for path in ("out.parquet", "whole.parquet"))
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in whole], abs=TOLERANCE)
 
 
 def test_a_head_fitted_in_low_precision_answers_in_it(tmp_path: Path) -> None:
