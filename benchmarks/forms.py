@@ -116,6 +116,16 @@ class Texts(NamedTuple):
     tasks: tuple[Task, ...]
     rows: list[dict[str, Any]]
 
+    @property
+    def questions(self) -> dict[str, dict[str, Any]]:
+        """Return the tasks as the questions of a case, by their kinds."""
+        asked: dict[str, dict[str, Any]] = {}
+        for task in self.tasks:
+            criteria = {"choice": dict.fromkeys(task.options), "score": list(task.options)}.get(task.kind)
+            own = {"type": "noul" if criteria is None else task.kind, "instructions": task.instructions}
+            asked[task.kind] = own if criteria is None else own | {"criteria": criteria}
+        return asked
+
 
 class Asked(NamedTuple):
     """A question of a job, as its file has it. `options` are not in the order of the rotation."""

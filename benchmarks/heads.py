@@ -63,11 +63,7 @@ def cases_of(texts: str, folder: Path, count: int) -> list[Case]:
             by_workflow[case.workflow].append(case)
         return [case for each in zip(*by_workflow.values(), strict=True) for case in each][:count]
     found = TEXTS[texts](folder, count)
-    questions: dict[str, dict[str, Any]] = {}
-    for task in found.tasks:
-        asked = {"type": task.kind, "instructions": task.instructions}
-        criteria = {"choice": dict.fromkeys(task.options), "score": list(task.options)}.get(task.kind)
-        questions[task.kind] = asked | ({"type": "noul"} if criteria is None else {"criteria": criteria})
+    questions = found.questions
     gold = [row | {"predicate": None if row["predicate"] is None else 1 - row["predicate"]} for row in found.rows]
     return [
         Case(texts, row["text"], questions, {name: row[name] for name in questions if row[name] is not None})
@@ -300,7 +296,8 @@ def moved(asked: Asked, other: Asked, seed: int = 0) -> dict[str, Any]:
         )
         rule = HeadRule(head.layer - 1, *moments(asked.hidden[head.layer][rows]), head.weights, head.bias)
         held, some = rest[rest < count], rows[rows < count][:ADAPTED]
-        adapted = rule.adapted(other.hidden[head.layer][some])
+        mean, scale = moments(other.hidden[head.layer][some])
+        adapted = replace(rule, mean=mean, scale=scale)
         for name, own, states in (
             ("as fitted", rule, asked.hidden),
             ("in other words", rule, other.hidden),

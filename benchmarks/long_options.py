@@ -80,11 +80,7 @@ def asked_of(question: Mapping[str, Any]) -> Iterator[Asked]:
 def labelled(name: str, folder: Path, rows: int) -> list[Case]:
     """Labelled texts of `benchmarks.forms` as cases; those without a right answer to the predicate are left out."""
     texts = TEXTS[name](folder, rows)
-    questions: dict[str, dict[str, Any]] = {}
-    for task in texts.tasks:
-        asked = {"type": task.kind, "instructions": task.instructions}
-        criteria = {"choice": dict.fromkeys(task.options), "score": list(task.options)}.get(task.kind)
-        questions[task.kind] = asked | ({"type": "noul"} if criteria is None else {"criteria": criteria})
+    questions = texts.questions
     known = [row for row in texts.rows if row["predicate"] is not None]
     gold = [{**row, "predicate": 1 - row["predicate"]} for row in known]
     return [

@@ -69,10 +69,6 @@ class LeavingRule(Protocol):
         """The rows that leave after a layer [rows], and their label log-probabilities among the labels alone [rows,
         labels]."""
 
-    def guess(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.float64], Sequence[float]]:
-        """The final label logits that a layer predicts [rows, labels], and for each label the lead that it needs for a
-        row to leave; infinity: never."""
-
 
 @dataclass(frozen=True, slots=True)
 class EarlyExits:

@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.text import Text
 
 from prefillcli.core.request import ReadPrompt, TokenReason
-from prefillcli.engines.base import LeavingRule, Readings
+from prefillcli.engines.base import Readings
 from prefillcli.errors import PrefillError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder, token_texts
+from prefillcli.reading.exits.policy import ExitPolicy
 from prefillcli.report.run import LikelyToken
 from prefillcli.report.section import (
     Cell,
@@ -109,7 +110,7 @@ def margin_curve(
     readings: Sequence[Readings],
     final: npt.NDArray[np.float64],
     labels: Sequence[str],
-    policy: LeavingRule | None = None,
+    policy: ExitPolicy | None = None,
 ) -> MarginCurve:
     """Return the margins of one row.
 
@@ -202,7 +203,7 @@ def margin_plot(curve: MarginCurve) -> Plot | None:
 
 
 def _guess(
-    policy: LeavingRule, layer: int, readings: Readings, labels: Sequence[str], best: int, left: bool
+    policy: ExitPolicy, layer: int, readings: Readings, labels: Sequence[str], best: int, left: bool
 ) -> ExitGuess:
     (predicted,), thresholds = policy.guess(layer, readings)
     likeliest = int(predicted.argmax())

@@ -94,10 +94,6 @@ class InnerRule(NamedTuple):
         """See `LeavingRule`."""
         return self.policy.peeks(layer)
 
-    def guess(self, layer: int, readings: Readings) -> tuple[Float64Array, Sequence[float]]:
-        """See `LeavingRule`."""
-        return self.policy.guess(layer, readings)
-
     def decide(self, layer: int, readings: Readings) -> Decisions:
         """See `LeavingRule`."""
         found = self.policy.decide(layer, readings)

@@ -394,7 +394,8 @@ class ExitPolicy:
         return self.at(layer).peek
 
     def guess(self, layer: int, readings: Readings) -> tuple[Float64Array, Sequence[float]]:
-        """See `LeavingRule`."""
+        """Return the final label logits that a layer predicts [rows, labels], and for each label the lead that it
+        needs for a row to leave; infinity: never."""
         own = self.at(layer)
         return own.probe.logits(readings), own.thresholds
 

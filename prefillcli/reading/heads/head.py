@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -103,16 +103,6 @@ class HeadRule:
         """See `LeavingRule`."""
         logits = self.logits(readings.hidden)
         return np.ones(len(logits), np.bool_), logits - np.logaddexp.reduce(logits, axis=1)[:, None]
-
-    def guess(self, layer: int, readings: Readings) -> tuple[Float64Array, list[float]]:
-        """See `LeavingRule`."""
-        return self.logits(readings.hidden), [0.0] * len(self.bias)
-
-    def adapted(self, hidden: Float32Array) -> HeadRule:
-        """Return the same head for rows like those with these hidden states [rows, hidden]: with their mean and
-        scale."""
-        mean, scale = moments(hidden)
-        return replace(self, mean=mean, scale=scale)
 
 
 def moments(hidden: Float32Array) -> tuple[Float64Array, Float64Array]:
