@@ -21,6 +21,7 @@ from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import rehearsal_of, rehearse
 from prefillcli.plan.pack import LayersDone, Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.runtime.memory import keep_blocks
 from prefillcli.walk import own_cache
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
@@ -168,6 +169,7 @@ def ready_to_walk(budget: int, kind: str) -> Callable[[], None]:
     tails = 12 if kind == "tree" else 1
     each = (limits.max_tokens - len(history)) // tails
     prompts = [np.concatenate([history, tokens(rng, each)]) for _ in range(tails)]
+    keep_blocks(budget)
     walk = LayerWalk(model, chunk_tokens=1024)
 
     def run(prompts: list[Prompt]) -> None:
