@@ -1,0 +1,65 @@
+"""The nouns of images: one as a row brings it, and its place in a prompt.
+
+A model sees an image as features, one for each of some tokens. In a prompt each feature has a number of its own beyond
+every vocabulary, so that the forest of prompts shares equal images and tells others apart, like text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FIRST_FEATURE = 1 << 24  # no vocabulary is larger
+LAST_FEATURE = (1 << 31) - 1
+FEATURE = -1  # stands for a feature in the tokens of an `ImageLayout`
+
+
+class ImageError(Exception):
+    """A value is no image that can be read. The message says why, for the error of its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """An image as a row brings it: a whole file of a supported format, checked to its end.
+
+    `key` is the digest of `data`; `width` and `height` are in pixels, as the image is seen upright.
+    """
+
+    data: bytes
+    key: bytes
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """The tokens of an image in a prompt, which follow from its size and the model's processor.
+
+    `tokens` int32 [tokens] are token ids, and `FEATURE` where a feature stands. Of a model whose positions have several
+    axes, `offsets` int32 [axes, features] are those of the features, counted from the position at which the image
+    begins, and the token after the image is `advance` positions after that. None: its tokens are counted like text.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int32] | None = None
+    advance: int = 0
+
+    @property
+    def features(self) -> int:
+        """The number of features."""
+        return int((self.tokens == FEATURE).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image in prompts: its features have the numbers from `first` on.
+
+    `several`: it is one of several images of its row, which some models read in another resolution.
+    """
+
+    first: int
+    features: int
+    image: RowImage
+    several: bool = False
