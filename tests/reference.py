@@ -113,7 +113,7 @@ class _Schema(GenerateJsonSchema):
 
 # The groups whose options determine how a row is scored, and their options that are for jobs alone.
 _OF_ROWS = (
-    *("prompts", "answers", "choices", "asking", "pairs", "likelihood", "probabilities", "lm", "heads"),
+    *("prompts", "images", "answers", "choices", "asking", "pairs", "likelihood", "probabilities", "lm", "heads"),
     *("adapters", "engine", "packs", "layers", "compression", "requests", "rationales", "chosen"),
 )
 _OF_JOBS = {"model", "gguf_cache", "format", "rationale_limit", "adapt", "max_shift"}

@@ -63,7 +63,7 @@ def test_few_modules_lie_at_the_root() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 7  # with those that others import by name: ray, lm_eval
 
 
-@pytest.mark.parametrize("package", ["rows", "prompts", "plan", "options", "report"])
+@pytest.mark.parametrize("package", ["rows", "prompts", "images", "plan", "options", "report"])
 def test_what_needs_no_model_knows_no_torch(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):
         heavy = {name for name in imported(path) if name.split(".")[0] == "torch"}

@@ -22,6 +22,7 @@ OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optio
 DISTRIBUTIONS = {
     "lm_eval": "lm-eval",
     "compressed_tensors": "compressed-tensors",
+    "PIL": "pillow",
 }  # the others are called what they are imported as
 
 
@@ -63,7 +64,7 @@ def test_development_has_what_its_tests_need_of_the_extras() -> None:
     there = {Requirement(line).name for line in OFFERED["dev"]}
     wanted = {
         Requirement(line).name
-        for extra in ("s3", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
+        for extra in ("s3", "fp8", "bitsandbytes", "compressed-tensors", "torchao", "images")
         for line in OFFERED[extra]
     }
     assert wanted <= there

@@ -24,6 +24,7 @@ from prefillcli.options.groups import (
     BudgetOptions,
     EngineOptions,
     IdOptions,
+    ImageOptions,
     InputOptions,
     LayerOptions,
     LogOptions,
@@ -34,6 +35,7 @@ from prefillcli.options.groups import (
     PredictionOptions,
     PriceOptions,
     QuietOptions,
+    ThumbnailOptions,
     WordList,
     WorkerOptions,
 )
@@ -108,6 +110,7 @@ class ScoreSettings(JobSettings):
     requests: AnsweredOptions
     pairs: PairOptions
     review: ReviewOptions
+    thumbnails: ThumbnailOptions
     adapters: AdapterOptions
     engine: EngineOptions
 
@@ -242,6 +245,7 @@ class InspectSettings(JobSettings):
     adapters: AdapterOptions
     asking: AskOptions
     shown: ShownOptions
+    thumbnails: ThumbnailOptions
     ids: IdOptions
 
     def check(self) -> None:
@@ -305,7 +309,7 @@ class ProfileSettings(JobSettings):
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        of_input = ("price", "input", "prompts", "answers", "packs", "compression")
+        of_input = ("price", "input", "prompts", "images", "answers", "packs", "compression")
         names = [name for name, place in cls.places().items() if place in of_input]
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
         require(found, [name for name in names if name not in without], requirements.INPUT)
@@ -412,7 +416,7 @@ class BenchSettings(JobSettings):
             "literal",
             "max_row_bytes",
         )
-        require(found, (*for_input, *AskOptions.model_fields), requirements.INPUT)
+        require(found, (*for_input, *AskOptions.model_fields, *ImageOptions.model_fields), requirements.INPUT)
         return found
 
     @property

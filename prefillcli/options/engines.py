@@ -25,6 +25,7 @@ Capability = Literal[
     "rationales",
     "speculation",
     "evidence",
+    "images",
 ]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
@@ -41,6 +42,7 @@ CAPABILITIES: dict[Capability, str] = {
     "rationales": "texts after rows",
     "speculation": "speculation to choose",
     "evidence": "evidence",
+    "images": "images",
 }
 
 
@@ -89,6 +91,7 @@ ENGINES: dict[str, EngineKind] = {
                     "rationales",
                     "speculation",
                     "evidence",
+                    "images",
                 }
             ),
         ),

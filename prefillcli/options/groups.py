@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.errors import brief
+from prefillcli.errors import UsageError, brief
 from prefillcli.options import requirements
 from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import (
@@ -28,6 +28,7 @@ from prefillcli.options.option import (
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.lists import non_empty, split_list
 from prefillcli.rows.output import FILE_ENDINGS, Shard
+from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.memory import parse_size
 
 QUOTED = "Quote a name that has a comma: 'a,\"b, c\"'."  # of lists of names, as `split_list` reads them
@@ -364,6 +365,60 @@ class PromptOptions(Options):
         "tokens, from 8MiB to 64MiB; 64MiB with --on-long truncate-*)",
         PROMPTS, changes="scores", metavar="SIZE",
     )  # fmt: skip
+
+
+MAX_IMAGE_PIXELS = 50_000_000  # a photo of 48 megapixels, a page of A4 at 600 dpi; some 300 MB while it is decoded
+
+
+class ImageOptions(Options):
+    """The images that rows bring."""
+
+    image_column: WordList = option(
+        (),
+        "Column with images that stand before the row's text: files, paths, data URLs, the images of a dataset, or "
+        "lists of these. Repeatable.",
+        PROMPTS, changes="scores", metavar="NAME", repeatable=True, needs="images",
+    )  # fmt: skip
+    image_root: str | None = option(
+        None,
+        "Folder that paths of images start from and may not leave. (default: that of the row's file)",
+        PROMPTS, changes="scores", metavar="FOLDER", path="images", needs="images",
+    )  # fmt: skip
+    allow_urls: bool = option(
+        False,
+        "Fetch images from http and https URLs in the rows, but none of this machine or a private network.",
+        PROMPTS, changes="scores", needs="images",
+    )  # fmt: skip
+    max_image_pixels: int = option(
+        MAX_IMAGE_PIXELS,
+        "An image with more pixels is an error: it would be decoded whole, in some 6 bytes of memory per pixel.",
+        PROMPTS, level="rare", changes="scores", metavar="N", ge=1,
+    )  # fmt: skip
+    max_pixels: int | None = option(
+        None,
+        "Pixels to which the model's processor makes larger images smaller. (default: as its files say)",
+        PROMPTS, level="rare", changes="scores", metavar="N", ge=1, needs="images",
+    )  # fmt: skip
+    min_pixels: int | None = option(
+        None,
+        "Pixels to which the model's processor makes smaller images larger. (default: as its files say)",
+        PROMPTS, level="rare", changes="scores", metavar="N", ge=1, needs="images",
+    )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise UsageError for bounds that no image meets, and where the package that reads images is missing."""
+        if self.max_pixels is not None and self.min_pixels is not None and self.min_pixels > self.max_pixels:
+            raise UsageError(f"--set min_pixels={self.min_pixels}: must not be above max_pixels={self.max_pixels}")
+        if self.image_column:
+            require_extra("images", "--image-column")
+
+
+class ThumbnailOptions(Options):
+    """Small copies of images in pages."""
+
+    no_thumbnails: bool = option(
+        False, "Show no small copies of the rows' images in HTML pages.", OUTPUT, changes="report"
+    )
 
 
 class LabelOptions(Options):

@@ -26,6 +26,12 @@ class ScorerOptions(TypedDict, total=False):
     empty_text: Literal["skip", "error"]
     literal: bool
     max_row_bytes: str | int | None
+    image_column: str | Sequence[str]
+    image_root: StrPath | None
+    allow_urls: bool
+    max_image_pixels: int
+    max_pixels: int | None
+    min_pixels: int | None
     labels: str | Sequence[str]
     label_norm: Literal["none", "tokens", "bytes"]
     label_end: str | None

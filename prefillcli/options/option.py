@@ -75,6 +75,7 @@ five.
 - template: a small file, unless it is Jinja text itself.
 - model: a folder or GGUF file, unless it is a name on the hub.
 - scores: an output of `prefill score` with its work folder.
+- images: a folder in which rows name files.
 - output: the scores that are written, with their work folder.
 - all others: a file of this kind that is written beside them, some with a page.
 """

@@ -16,6 +16,7 @@ from prefillcli.options.followup import ChosenOptions, WritingOptions
 from prefillcli.options.groups import (
     EngineOptions,
     IdOptions,
+    ImageOptions,
     InputOptions,
     LabelOptions,
     LayerOptions,
@@ -28,6 +29,7 @@ from prefillcli.options.groups import (
     PromptOptions,
     QuietOptions,
     RunOptions,
+    ThumbnailOptions,
     WorkerOptions,
 )
 from prefillcli.options.judging import (
@@ -66,6 +68,7 @@ class JobSettings(ModelSettings):
 
     input: InputOptions
     prompts: PromptOptions
+    images: ImageOptions
     answers: LabelOptions
     lm: ModelOptions
     packs: MemoryOptions
@@ -92,6 +95,7 @@ class JobSettings(ModelSettings):
     estimate: EstimateOptions = absent(EstimateOptions)
     gates: GateOptions = absent(GateOptions)
     review: ReviewOptions = absent(ReviewOptions)
+    thumbnails: ThumbnailOptions = absent(ThumbnailOptions)
     files: OutputOptions = absent(OutputOptions)
     price: PriceOptions = absent(PriceOptions)
     prediction: PredictionOptions = absent(PredictionOptions)

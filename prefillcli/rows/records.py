@@ -57,6 +57,7 @@ class ErrorCode(StrEnum):
     DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
     INVALID_LABELS = "invalid_labels", "after this prompt, a label has no tokens, or unknown ones, or begins another"
     INVALID_REQUEST = "invalid_request", "the line asks for something that is not supported, or has a wrong value"
+    INVALID_IMAGE = "invalid_image", "an image cannot be fetched or read, is cut off, or has too many pixels"
     INVALID_TARGET = "invalid_target", "the target is null, empty, not a text, or has no tokens, or unknown ones"
     WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, the last time by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"

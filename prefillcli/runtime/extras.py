@@ -31,6 +31,7 @@ EXTRAS = {
     "torchao": ("torchao", "accelerate"),
     "peft": ("peft",),
     "lm-eval": ("lm_eval",),
+    "images": ("PIL",),
 }
 
 # Packages that are used if they are installed, by the names that Python imports them by, and their purpose.
@@ -42,6 +43,7 @@ OPTIONAL = {
     "gptqmodel": "GPTQ and AWQ weights",
     "peft": "adapters",
     "lm_eval": "lm-evaluation-harness",
+    "PIL": "images in rows",
     "triton": "kernels on GPUs",
     "kernels": "recurrent layers on GPUs",
     "ray": "--runner ray",
@@ -60,7 +62,7 @@ def installed(package: str) -> str | None:
     from importlib import metadata
 
     try:
-        return metadata.version(package)
+        return metadata.version("pillow" if package == "PIL" else package)
     except metadata.PackageNotFoundError:
         return "unknown"
 
