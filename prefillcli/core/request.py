@@ -82,7 +82,9 @@ class Request:
 
     @property
     def positions(self) -> Int32Array | None:
-        """Their positions in the prompt, int32 [kept]; None where all are read."""
+        """Their positions, int32 [kept]; None where these are 0, 1, 2, ..."""
+        if self.prompt.positions is not None:
+            return self.prompt.positions if self.kept is None else self.prompt.positions[self.kept]
         return None if self.kept is None else self.kept.astype(np.int32)
 
     @property
@@ -142,6 +144,7 @@ def plan_requests(
         positions=[request.positions for request in requests],
         variants=planned_variants(requests),
         labels=[each.prompt.labels for each in requests],
+        images=[each.prompt.images for each in requests],
         carried=carried,
         block_tokens=block_tokens,
     )

@@ -242,6 +242,7 @@ def _beginning(pack: Pack, stays: frozenset[Key]) -> Pack:
         reads=[],
         keep=stays,
         variant=pack.variant,
+        images=pack.images,
     )
 
 

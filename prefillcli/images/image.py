@@ -6,7 +6,7 @@ every vocabulary, so that the forest of prompts shares equal images and tells ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ class RowImage:
     `key` is the digest of `data`; `width` and `height` are in pixels, as the image is seen upright.
     """
 
-    data: bytes
+    data: bytes = field(repr=False, compare=False)
     key: bytes
     width: int
     height: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.images.image import PlacedImage
 from prefillcli.plan.trie import TokenArray
 
 
@@ -139,6 +140,8 @@ class Pack:
     # Prompts that are longer than `Limits.switch` only with their longer labels: the pack reads them as long ones, and
     # these packs, of one prompt each, as short ones for the other labels.
     shorter: Mapping[int, Pack] = field(default_factory=dict)
+    # The images that its tokens have features of, and maybe others.
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def prompts(self) -> list[int]:
@@ -281,6 +284,7 @@ def with_own_prefix(pack: Pack, without: Container[Key], sources: Mapping[Key, P
         starts=[pack.starts[0] - longer, *pack.starts[1:]],
         attach=[tuple(range(kept)), *pack.attach[1:]],
         held=tuple(above[:kept]),
+        images=tuple(dict.fromkeys([*pack.images, *(own for source, _, _ in spans for own in source.images)])),
     )
 
 
@@ -311,6 +315,7 @@ def alone(key: Key, packs: dict[int, Pack]) -> Pack:
         held=before,
         block=key,
         variant=source.variant,
+        images=source.images,
     )
 
 
@@ -402,6 +407,7 @@ def _part(pack: Pack, reads: Sequence[int], kept: set[int]) -> Pack:
         shorter={
             prompt: pack.shorter[prompt] for read in reads for prompt in pack.reads[read][1] if prompt in pack.shorter
         },
+        images=pack.images,
     )
     return without_idle(part)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from prefillcli.images.image import FIRST_FEATURE, PlacedImage
 from prefillcli.plan import SCHEDULES, WaitingPrompts
 from prefillcli.plan.behind import LabelSet, with_labels
 from prefillcli.plan.blocks import (
@@ -481,6 +482,7 @@ def make_plan(
     *,
     variants: Sequence[str | None] | None = None,
     labels: Sequence[LabelSet] = (),
+    images: Sequence[Sequence[PlacedImage]] = (),
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
@@ -493,7 +495,8 @@ def make_plan(
     variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and the packs of a
     variant come one after the other. `labels` are what is read after each prompt; none: nothing longer than a token.
     A prompt that is longer than `limits.switch` with its longest label is planned as a long one; if it is not with
-    its shortest, its pack has another one for the shorter labels (`Pack.shorter`).
+    its shortest, its pack has another one for the shorter labels (`Pack.shorter`). `images` are those of each prompt;
+    none: no prompt has one.
 
     `carried` are the blocks that the plan of the window before carries. A prefix of at least `block_tokens` at this
     window's end is cut into blocks; with 0 there are none.
@@ -517,7 +520,27 @@ def make_plan(
         packs = [replace(pack, shorter=_of(shorter, pack.prompts)) for pack in packs]
     unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
     following = tuple((block.end, block.key) for block in blocks.carried)
+    given, packs = (_with_images(each, images) for each in (given, packs))
     return Plan(packs, unique, given, following, window.behind_tokens)
+
+
+def _with_images(packs: list[Pack], images: Sequence[Sequence[PlacedImage]]) -> list[Pack]:
+    # The packs, each with the images that its tokens have features of.
+    placed = {image.first: image for own in images for image in own}
+    if not placed:
+        return packs
+    firsts = np.array(sorted(placed), dtype=np.int64)
+
+    def found(tokens: TokenArray) -> tuple[PlacedImage, ...]:
+        features = tokens[tokens >= FIRST_FEATURE]
+        numbers = np.unique(np.searchsorted(firsts, features, side="right") - 1)
+        return tuple(placed[first] for first in firsts[numbers].tolist())
+
+    def whole(pack: Pack) -> Pack:
+        shorter = {prompt: whole(each) for prompt, each in pack.shorter.items()}
+        return replace(pack, images=found(pack.tokens), shorter=shorter)
+
+    return [whole(pack) for pack in packs]
 
 
 def behind_tokens(prompts: Sequence[int], labels: Sequence[LabelSet]) -> int:

@@ -19,6 +19,8 @@ TokenArray = npt.NDArray[np.int32]
 # The numbers that are compared: token ids, or `keys_with_positions` for prompts with their own positions.
 KeyArray = npt.NDArray[np.integer[Any]]
 
+_UNMARKED = (1 << 30) - 1  # the bits of a position without its mark
+
 #: Share of the trie's tokens that may be computed more than once, where that saves splitting prompts at every
 #: chance overlap of a token or two.
 DISSOLVE_SHARE = 0.01
@@ -48,8 +50,10 @@ def keys_with_positions(tokens: TokenArray, positions: TokenArray | None, varian
     256. After equal keys, equal keys have equal K,V."""
     if positions is None:
         positions = np.arange(len(tokens), dtype=np.int32)
-    # Position from bit 32, variant from bit 24, token id below.
-    return (positions.astype(np.int64) << 32) | np.int64(variant << 24) | tokens
+    # Position from bit 39, with its mark from the highest bit (`plan.marked_positions`), variant from bit 31, token
+    # below.
+    marked = positions.astype(np.int64) >> 30 << 24
+    return ((positions & _UNMARKED) + marked << 39) | np.int64(variant << 31) | tokens
 
 
 def token_order(prompts: Sequence[KeyArray]) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from prefillcli.images.image import PlacedImage
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.arrays import Float64Array, Int32Array, Int64Array
 
@@ -148,6 +149,10 @@ class Prompt:
     question: str = ""  # of several questions, the name of the one that it asks
     empty: bool = False  # whether it asks about a text without content, whose answers are divided out
     conditional: bool = False  # whether that depends on the answers to others: it can fail without its row
+    images: tuple[PlacedImage, ...] = ()  # whose features are among the tokens, in their order
+    # The tokens' positions, int32 [tokens], where they are not 0, 1, 2, ...: an image's features all have the one at
+    # which it begins.
+    positions: Int32Array | None = None
     # In the first prompt of its row, why conditional ones could not be made, by their numbers.
     failed: dict[int, RowError] | None = None
 

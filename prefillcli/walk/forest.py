@@ -249,6 +249,11 @@ class ForestAttention:
         if shift:
             shift.include(query=query)
         out, lse = self.compute(query, key, value, scoring)
+        if isinstance(self._computed, Chunk):
+            for start, end in self._computed.both_ways:
+                run = slice(start, end)
+                own = query[:, :, run], key[:, :, run], value[:, :, run]
+                _attend_both_ways(out[:, :, run], lse[:, :, run], *own, scoring, shift)
         sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if sinks is not None:
             lse = lse + shift.taken(query) if shift else lse
@@ -387,6 +392,23 @@ class ForestAttention:
                 visible = (key_depths[None, :] >= oldest[:, None])[None, None]
             q, k, v = query[:, :, at], keys[:, :, run], values[:, :, run]
             merge_into(out[:, :, at], lse[:, :, at], *attend(q, k, v, visible=visible, shift=shift, **scoring.how))
+
+
+def _attend_both_ways(
+    out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
+) -> None:
+    # Merge attention of consecutive tokens to those of them that they do not see causally, within the window.
+    tokens, window = query.shape[2], scoring.window
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(-window.size)
+    some = hidden.any(dim=1).nonzero()[:, 0]
+    if len(some):
+        visible = hidden[some][None, None]
+        found = attend(query[:, :, some], key, value, visible=visible, shift=shift, **scoring.how)
+        rest = out[:, :, some], lse[:, :, some]
+        merge_into(*rest, *found)
+        out[:, :, some], lse[:, :, some] = rest
 
 
 def _attend_causally(

@@ -10,7 +10,7 @@ A token's depth is the number of tokens before it on its path. Windows count dep
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -222,9 +222,13 @@ def made_once(tables: dict[Any, Any], at: Any, make: Callable[[], Made]) -> Made
 
 
 class Tree:
-    """The nodes of a pack, as the layout needs them. Token numbers count the pack's own tokens."""
+    """The nodes of a pack, as the layout needs them. Token numbers count the pack's own tokens.
 
-    def __init__(self, pack: Pack) -> None:
+    The tokens of each run (start, end) in `both_ways` see one another whatever their order. A run lies in one node.
+    """
+
+    def __init__(self, pack: Pack, both_ways: Sequence[tuple[int, int]] = ()) -> None:
+        self.both_ways = both_ways
         self.offsets = pack.offsets
         self.parents = pack.parents
         self.starts = pack.starts
@@ -310,6 +314,12 @@ class Chunk:
     def depths_on_device(self) -> torch.Tensor:
         """The depths, int64 [tokens]."""
         return made_once(self.tables, "depths", lambda: on_device(self.depths, self.device))
+
+    @property
+    def both_ways(self) -> list[tuple[int, int]]:
+        """The runs of the chunk's tokens that see one another both ways."""
+        runs = self.tree.both_ways
+        return [(a - self.start, b - self.start) for a, b in runs if self.start <= a < self.end]
 
     def view(self, window: KeyWindow | None) -> View:
         """The keys seen through a window, or without one."""

@@ -348,9 +348,12 @@ class ModelEnds:
         cache: Any = None,
         attention_mask: Tensor | None = None,
         use_cache: bool = False,
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Recording:
         """The arguments that the model's own forward over `tokens` int64 [tokens] passes to its layers.
 
+        `positions` are [tokens], or [axes, tokens]. `embedded` are numbers of tokens, and rows [rows, hidden] that
+        take the places of their embeddings.
         That forward gets `attention_mask` and `cache`, a cache of transformers that holds the tokens before these.
         With `use_cache` it makes a cache where none is given. Without one, raises UnsupportedModelError where a layer
         needs more of the one before than the residual stream.
@@ -366,7 +369,8 @@ class ModelEnds:
         if attention_mask is not None:
             given["attention_mask"] = attention_mask
         try:
-            self._run(recorder, tokens, manner.first_position + positions, cache=cache, **given)
+            with _embedding(self._model, embedded):
+                self._run(recorder, tokens, manner.first_position + positions, cache=cache, **given)
         except AllRecorded:
             return recorder.recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
@@ -420,7 +424,7 @@ class ModelEnds:
         cache = given.pop("cache", None)
         given = {"use_cache": False} | given
         if positions is not None:
-            given["position_ids"] = torch.as_tensor(positions)[None].to(self.device)
+            given["position_ids"] = torch.as_tensor(positions)[..., None, :].to(self.device)
         given = {name: value for name, value in given.items() if name in self._takes}
         if cache is not None:
             name = next((name for name in _CACHES if name in self._takes), None)
@@ -490,6 +494,26 @@ def last_row(logits: Tensor) -> Tensor:
     """The logits of a prompt's last token, float32 [vocabulary], from the model's own forward over the prompt. That
     forward gives logits for some of the tokens; a classification head gives them for the last one alone."""
     return logits.flatten(0, -2)[-1].float()
+
+
+@contextmanager
+def _embedding(model: PreTrainedModel, embedded: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+    # In this context rows take the places of the embeddings of some tokens.
+    if embedded is None:
+        yield
+        return
+    at, rows = embedded
+
+    def put(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        out = out.clone()
+        out[0, at.to(out.device)] = rows.to(out.device, out.dtype)
+        return out
+
+    hook = model.get_input_embeddings().register_forward_hook(put)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

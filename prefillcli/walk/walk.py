@@ -25,6 +25,7 @@ from prefillcli.plan.pack import KEYS_SHARE, Held, Key, LayersDone, Pack
 from prefillcli.plan.trie import TrieNode, build_forest, token_order
 from prefillcli.stats.arrays import Int64Array
 from prefillcli.walk.attention import ROW_STEP, longest_batched
+from prefillcli.walk.features import PackFeatures, uncut
 from prefillcli.walk.forest import Attend, ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.walk.fusion import Preparation, fused
 from prefillcli.walk.layout import Chunk, KeyWindow, LastTokens, Tree, split_evenly
@@ -106,6 +107,7 @@ class LayerWalk:
         self._held = HeldParts(len(self.layers), self.device, offload=offload_held)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
         self.windows: set[KeyWindow] = set()  # that layers have asked for so far
+        self.features: Callable[[Pack], PackFeatures] | None = None  # of images
 
     @property
     def keeps_ends(self) -> bool:
@@ -198,9 +200,10 @@ class LayerWalk:
         """The state of `pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states at
         reads stay."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
-        tree = Tree(pack)
+        features = self._features(pack)
+        tree = Tree(pack, () if features is None else features.runs(tokens))
         chunks = self._chunks(tree, len(tokens))
-        hidden, calls = self._embed(tokens, chunks)
+        hidden, calls = self._embed(tokens, chunks, features)
         done = done or LayersDone.none(pack)
         done.layers = len(self.layers)
         return WalkState(
@@ -214,6 +217,7 @@ class LayerWalk:
             chunks=chunks,
             calls=calls,
             hidden=hidden,
+            features=features,
             keep_ends=keep_ends,
         )
 
@@ -253,6 +257,8 @@ class LayerWalk:
                             )
                         attention.watch(watched)
                     self.through_layer(state, index, layer, attention, tick)
+                    if state.features is not None and (added := state.features.added(index, state.tokens)) is not None:
+                        self._residual.add(state.hidden, *added)
                     yield index, layer
                     if thinning is not None and attention.watches and attention.attended:
                         self._thin(index, state, attention, thinning, tick)
@@ -313,7 +319,7 @@ class LayerWalk:
         for start, end in split_evenly(len(tokens), self.chunk_tokens):
             last = LastTokens(state.tree, tokens[in_order[start:end]], self.device)
             at = torch.as_tensor(last.tokens)
-            recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
+            recording = self._recorded(state.tokens[at], state.tree.positions[last.tokens], state.features)
             lend_shared(recording.calls, state.calls[0], len(at))
             attention.last_tokens(last)
             rows.append(self.call(layer, self._residual.pick(state.hidden, at), recording.calls[own], attention))
@@ -340,7 +346,8 @@ class LayerWalk:
         """
         at = torch.as_tensor(left.tokens)
         state.pack, state.nodes = left.pack, [state.nodes[node] for node in left.nodes]
-        state.tokens, state.tree = state.tokens[at], Tree(left.pack)
+        state.tokens = state.tokens[at]
+        state.tree = Tree(left.pack, () if state.features is None else state.features.runs(state.tokens))
         buffers = CallBuffers(len(at))
         buffers.take_over(state.calls, at)
         state.chunks, state.calls = self._chunks(state.tree, len(at)), []
@@ -351,7 +358,7 @@ class LayerWalk:
         for chunk in state.chunks:  # mostly in place: a row's new place is never after its old one
             self._residual.write(state.hidden, chunk.start, self._residual.pick(hidden, at[chunk.start : chunk.end]))
         state.hidden = state.hidden[:, : len(at)]
-        state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
+        state.calls = [self._arguments(state.tokens, chunk, buffers, state.features)[1] for chunk in state.chunks]
         state.done.regroupings += 1
 
     def _thin(self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick) -> None:
@@ -363,7 +370,17 @@ class LayerWalk:
 
     def _chunks(self, tree: Tree, tokens: int) -> list[Chunk]:
         batched, parts = longest_batched(self.device, self.model.dtype), self._cut(tree, tokens, self.chunk_tokens)
-        return [Chunk(tree, start, end, self.device, batched) for start, end in parts]
+        return [Chunk(tree, start, end, self.device, batched) for start, end in uncut(parts, tree.both_ways)]
+
+    def _features(self, pack: Pack) -> PackFeatures | None:
+        # The features of a pack's images. Raises UnsupportedModelError.
+        if not pack.images:
+            return None
+        if self.features is None:
+            raise UnsupportedModelError("the model is walked without the part of it that reads images")
+        if self._own_cache is not None:
+            raise UnsupportedModelError("the model is walked with its own cache, and reads text alone")
+        return self.features(pack)
 
     def _each_chunk(self, state: WalkState, index: int) -> Iterator[tuple[Chunk, LayerCall, Tensor]]:
         spans = [(chunk.start, chunk.end) for chunk in state.chunks]
@@ -444,12 +461,14 @@ class LayerWalk:
         state.pack = _reading(state.pack, [bisect_left(state.reads, read) for read in going])
         state.reads = going
 
-    def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
+    def _embed(
+        self, tokens: Tensor, chunks: list[Chunk], features: PackFeatures | None
+    ) -> tuple[Tensor, list[list[LayerCall]]]:
         # The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments.
         hidden, calls = torch.empty(0), []
         buffers = CallBuffers(len(tokens))
         for chunk in chunks:
-            rows, call = self._arguments(tokens, chunk, buffers)
+            rows, call = self._arguments(tokens, chunk, buffers, features, embed=True)
             if chunk.start == 0:
                 hidden = self._residual.empty(len(tokens), rows)
             self._residual.write(hidden, chunk.start, rows)
@@ -457,13 +476,30 @@ class LayerWalk:
             del rows  # before the next chunk's are made
         return hidden, calls
 
-    def _arguments(self, tokens: Tensor, chunk: Chunk, buffers: CallBuffers) -> tuple[Tensor, list[LayerCall]]:
+    def _arguments(
+        self,
+        tokens: Tensor,
+        chunk: Chunk,
+        buffers: CallBuffers,
+        features: PackFeatures | None,
+        *,
+        embed: bool = False,
+    ) -> tuple[Tensor, list[LayerCall]]:
         # A chunk's rows of the residual stream before the first layer, and the other arguments of each layer.
         own = tokens[chunk.start : chunk.end]
         if self._own_cache is not None:  # which has them made for each call
             return self._own_cache.embed(own, chunk.positions), [((), {})] * len(self.layers)
-        recording = self.record(own, chunk.positions)
+        recording = self._recorded(own, chunk.positions, features, embed=embed)
         return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
+
+    def _recorded(
+        self, tokens: Tensor, positions: Int64Array, features: PackFeatures | None, *, embed: bool = False
+    ) -> Recording:
+        # The arguments of the layers for these tokens; with `embed` also their residual stream before the first layer.
+        if features is None:
+            return self.record(tokens, positions)
+        embedded = features.embedded(tokens) if embed else None
+        return self._ends.record(features.ids(tokens), features.positions(tokens, positions), embedded=embedded)
 
 
 # A pack on its way through the layers.
@@ -486,6 +522,7 @@ class WalkState:
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
+    features: PackFeatures | None = None  # of images
     keep_ends: bool = False  # the states after the reads are wanted
     recurrence: LayerRecurrence | OwnCacheLayer = field(init=False)  # of the layer that is computed
 
@@ -895,6 +932,12 @@ class ResidualRows:
             return
         self._leaving.begin()
         self._leaving.start(place, rows.contiguous())
+
+    def add(self, hidden: Tensor, at: Tensor, rows: Tensor) -> None:
+        """Add rows [rows, hidden] of the device to those at `at` int64 [rows], which is on the CPU."""
+        if self._copies is not None:
+            self._copies.finish()
+        hidden[0, at.to(self._home)] += rows.to(self._home, hidden.dtype)
 
     def pick(self, hidden: Tensor, at: Tensor) -> Tensor:
         """The rows at `at` int64 [rows], which is on the CPU, on the device: [1, rows, hidden]."""
