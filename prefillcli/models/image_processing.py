@@ -1,0 +1,306 @@
+"""Images as a model's own processor prepares them: their tokens in a prompt, and the inputs of its vision tower."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from prefillcli.images.image import FEATURE, ImageError, ImageLayout
+from prefillcli.walk.forest import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Model types whose images are no run of tokens in a causal prompt, with the reason.
+REFUSED = {
+    "mllama": "it reads images in layers of their own (cross-attention), not as tokens of the prompt",
+    "idefics": "it reads images in layers of their own (cross-attention), not as tokens of the prompt",
+    "paligemma": "it reads a prompt in both directions",
+}
+_KEPT = 4096  # layouts of sizes that are kept
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTraits:
+    """How a model's forward reads images, by its configuration.
+
+    `feature` is the token id at which transformers puts a feature; `stand_in` that which stands in `input_ids` for a
+    feature when the model is run with features in place of embeddings. `axes`: how many axes a position has, 1 where
+    positions are counted. `both_ways`: the features of one image attend to each other in both directions.
+    `added_layers`: after so many of the first layers further features are added to the hidden states at an image.
+    """
+
+    feature: int
+    stand_in: int
+    axes: int
+    both_ways: bool
+    added_layers: int
+
+
+def image_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that reads images and text of a configuration.
+
+    Raises UnsupportedModelError where there is none, or where its images are no tokens of a prompt.
+    """
+    family = config.model_type
+    if reason := REFUSED.get(family):
+        raise UnsupportedModelError(f"{family} is not read with images: {reason}")
+    kind = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, ""), None)
+    if kind is None:
+        raise UnsupportedModelError(f"{family} reads no images: take a model that does, like a Qwen3-VL or a Gemma 3")
+    if not hasattr(kind, "get_image_features") or getattr(config, "image_token_id", None) is None:
+        raise UnsupportedModelError(f"{family} is not read with images: its features have no places in the prompt")
+    return kind  # type: ignore[no-any-return]
+
+
+def image_traits(config: PreTrainedConfig) -> ImageTraits:
+    """Return how the model of this configuration reads images. Raises like `image_class`."""
+    kind = image_class(config)
+    feature: int = config.image_token_id
+    text = config.get_text_config(decoder=True)
+    # Gemma's per-layer inputs of a feature are those of the padding token.
+    per_layer = getattr(text, "hidden_size_per_layer_input", 0)
+    stand_in = text.pad_token_id if per_layer and text.pad_token_id is not None else feature
+    deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    return ImageTraits(
+        feature=feature,
+        stand_in=stand_in,
+        axes=3 if _has_axes(kind) else 1,
+        both_ways=_both_ways(config, text),
+        added_layers=len(deep or ()),
+    )
+
+
+def _base_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    # The class of the model without its head, which has the family's own `get_rope_index`.
+    module = sys.modules[kind.__module__]
+    base = getattr(module, kind.__name__.replace("ForConditionalGeneration", "Model"), kind)
+    return base  # type: ignore[no-any-return]
+
+
+def _has_axes(kind: type[PreTrainedModel]) -> bool:
+    return hasattr(_base_class(kind), "get_rope_index")
+
+
+def _both_ways(config: PreTrainedConfig, text: PreTrainedConfig) -> bool:
+    if config.model_type in ("gemma3", "shieldgemma2"):
+        return True
+    return getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
+class ImageProcessing:
+    """A model's own processor of images.
+
+    `placeholder` is the token id that a rendered chat has where an image stands, one for each image; `written` is its
+    text, and `around` is text that must be written before and after it, so that it is tokenised with its neighbours.
+    """
+
+    def __init__(self, processor: Any, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
+        self.traits = image_traits(config)
+        self._config = config
+        self._processor = processor
+        self._settings = settings
+        self._layouts: OrderedDict[tuple[int, int, bool], ImageLayout] = OrderedDict()
+        self.written: str = processor.image_token
+        self.placeholder: int = processor.tokenizer.convert_tokens_to_ids(self.written)
+        if len(processor.tokenizer(self.written, add_special_tokens=False)["input_ids"]) != 1:
+            raise UnsupportedModelError(f"{config.model_type}: the tokenizer has no token {self.written!r} for images")
+        self._positions = _bare_model(config) if self.traits.axes > 1 else None
+        probe = self._processed(_blank(64, 64), several=False)
+        self._by_number = "batch_num_images" in probe
+        self.around = self._text_around(probe)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        config: PreTrainedConfig,
+        *,
+        max_pixels: int | None = None,
+        min_pixels: int | None = None,
+    ) -> ImageProcessing:
+        """Open the processor of a model's folder; bounds on an image's pixels are set in place of its own.
+
+        Raises UnsupportedModelError for models that are not read with images, for processors that need another
+        package, and for bounds that a processor does not have.
+        """
+        image_class(config)
+        processor = _open_processor(folder, config)
+        settings = _bounds(processor.image_processor, config.model_type, max_pixels, min_pixels)
+        return cls(processor, config, settings)
+
+    def layout(self, width: int, height: int, several: bool = False) -> ImageLayout:
+        """Return the tokens of an image of this size in pixels. `several`: it is one of several images of its row.
+
+        Raises ImageError for a size that the processor refuses.
+        """
+        key = (width, height, several and self._by_number)
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = self._lay_out(*key)
+            if len(self._layouts) > _KEPT:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(key)
+        return found
+
+    def inputs(self, image: Image, several: bool = False) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for one image, as the processor makes them.
+
+        Raises ImageError for a size that the processor refuses.
+        """
+        made = self._processed(image, several and self._by_number)
+        return {name: each for name, each in made.items() if name not in _OF_TEXT and isinstance(each, Tensor)}
+
+    def _lay_out(self, width: int, height: int, several: bool) -> ImageLayout:
+        # Only the shapes count: the nearest pixel is the cheapest to find.
+        made = self._processed(_blank(width, height), several, do_rescale=False, do_normalize=False, resample=0)
+        ids = made["input_ids"][0].numpy()
+        before, after = (self._count(text) for text in self.around)
+        ids = ids[before : len(ids) - after]
+        tokens = np.where(ids == self.traits.feature, FEATURE, ids).astype(np.int32)
+        tokens.setflags(write=False)
+        if self._positions is None:
+            return ImageLayout(tokens)
+        if (tokens != FEATURE).any():
+            raise UnsupportedModelError(
+                f"{self._config.model_type}: positions of images with text between features are not known"
+            )
+        grids = {name: made[name] for name in made if name.endswith("grid_thw")}
+        positions, _ = self._positions.get_rope_index(  # one token of text after the image says where text goes on
+            input_ids=torch.cat([made["input_ids"], torch.zeros(1, 1, dtype=torch.long)], dim=1),
+            mm_token_type_ids=torch.cat([made["mm_token_type_ids"], torch.zeros(1, 1, dtype=torch.long)], dim=1),
+            **grids,
+        )
+        begins = int(positions[0, 0, 0])
+        offsets = (positions[:, 0, :-1] - begins).numpy().astype(np.int32)
+        offsets.setflags(write=False)
+        return ImageLayout(tokens, offsets, int(positions[0, 0, -1]) - begins)
+
+    def _processed(self, image: Image, several: bool, **settings: Any) -> dict[str, Any]:
+        # What the processor makes of one image; of two, where it is one of several.
+        count = 2 if several else 1
+        try:
+            made = dict(
+                self._processor(
+                    images=[[image] * count],
+                    text=[self.written * count],
+                    return_tensors="pt",
+                    add_special_tokens=False,
+                    **self._settings,
+                    **settings,
+                )
+            )
+        except (ValueError, ZeroDivisionError, SystemError) as error:
+            said = " ".join(str(error).split()).rstrip(".")
+            raise ImageError(f"an image of {image.width}x{image.height} pixels cannot be processed: {said}") from None
+        if several:
+            own = made["input_ids"].shape[1] // 2
+            made = {
+                name: each[:, :own] if name in _OF_TEXT else each if name == "batch_num_images" else each[:1]
+                for name, each in made.items()
+            }
+        return made
+
+    def _text_around(self, made: dict[str, Any]) -> tuple[str, str]:
+        # The text before the first control token of an image, and that after the last: with its neighbours in the
+        # prompt it may become other tokens than alone.
+        tokenizer = self._processor.tokenizer
+        ids = made["input_ids"][0].tolist()
+        control = {*tokenizer.added_tokens_decoder, self.traits.feature}
+        places = [at for at, token in enumerate(ids) if token in control]
+        if not places:
+            raise UnsupportedModelError(f"{self._config.model_type}: an image has no token of its own in a prompt")
+        return tokenizer.decode(ids[: places[0]]), tokenizer.decode(ids[places[-1] + 1 :])
+
+    def _count(self, text: str) -> int:
+        return len(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else 0
+
+
+def _blank(width: int, height: int) -> Image:
+    from PIL import Image
+
+    return Image.new("RGB", (width, height))
+
+
+def _bare_model(config: PreTrainedConfig) -> Any:
+    # The family's `get_rope_index` reads the configuration and no module: none is built.
+    kind = _base_class(image_class(config))
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config
+    return model
+
+
+def _open_processor(folder: Path, config: PreTrainedConfig) -> Any:
+    # AutoProcessor opens a processor's parts for videos and sound too, for which it needs torchvision. They are not
+    # used here: they are left out.
+    family = config.model_type
+    name = PROCESSOR_MAPPING_NAMES.get(family)
+    if name is None:
+        raise UnsupportedModelError(f"{family} is not read with images: transformers has no processor for it")
+    try:
+        kind = getattr(transformers, name)
+        attributes = kind.get_attributes()
+        images = AutoImageProcessor.from_pretrained(folder, backend="pil", config=config)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        settings, _ = kind.get_processor_dict(folder)
+        with _without_number_words(kind):
+            parts = {"image_processor": images, "tokenizer": tokenizer}
+            return _lenient(kind).from_args_and_dict([parts.get(each) for each in attributes], settings)
+    except (ImportError, ValueError) as error:
+        if "torchvision" not in str(error) and "torchvision" not in str(error.__cause__):
+            raise
+        raise UnsupportedModelError(
+            f"the images of {family} are prepared with torchvision, which is not installed: pip install torchvision"
+        ) from None
+
+
+def _lenient(kind: Any) -> Any:
+    def check(self: Any, argument_name: str, argument: Any) -> Any:
+        return None if argument is None else kind.check_argument_for_proper_class(self, argument_name, argument)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
+
+
+@contextlib.contextmanager
+def _without_number_words(kind: Any) -> Iterator[None]:
+    # SmolVLM's processor wants a package that writes numbers as words, for videos alone.
+    module = importlib.import_module(kind.__module__)
+    missing = getattr(module, "num2words", str) is None
+    if missing:
+        module.num2words = str
+    try:
+        yield
+    finally:
+        if missing:
+            module.num2words = None
+
+
+def _bounds(images: Any, family: str, most: int | None, least: int | None) -> dict[str, Any]:
+    # The processor's own bounds on pixels, with those that are given in their place.
+    if most is None and least is None:
+        return {}
+    known = images.size if hasattr(sys.modules[type(images).__module__], "smart_resize") else None
+    if known is None:  # of other processors `size` is in edges
+        raise UnsupportedModelError(f"--max-pixels and --min-pixels are not settings of {family}'s processor")
+    size = {"shortest_edge": least or known["shortest_edge"], "longest_edge": most or known["longest_edge"]}
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UnsupportedModelError(
+            f"{size['shortest_edge']} pixels at least and {size['longest_edge']} at most: no image has these"
+        )
+    return {"size": size}

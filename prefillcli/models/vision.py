@@ -1,0 +1,192 @@
+"""The vision tower of a checkpoint: images in, features out. Its text model is not read."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from prefillcli.images.image import PlacedImage
+from prefillcli.models.image_processing import ImageProcessing, image_class, image_traits
+from prefillcli.models.multimodal import _name_of_head, _prefix
+from prefillcli.walk.forest import UnsupportedModelError
+
+#: Bytes of activations that a batch of images may take.
+BATCH_BYTES = 1 << 30
+
+
+class VisionTower:
+    """The part of a model that makes features of images, with the model's own `get_image_features`.
+
+    `traits` says how the text model reads them.
+    """
+
+    def __init__(self, model: Any, processing: ImageProcessing, batch_bytes: int = BATCH_BYTES) -> None:
+        self.traits = image_traits(model.config)
+        self._model = model
+        self._processing = processing
+        self._batch_bytes = batch_bytes
+        self._taken = frozenset(inspect.signature(type(model).get_image_features).parameters)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        config: PreTrainedConfig,
+        processing: ImageProcessing,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> VisionTower:
+        """Load the weights beside the text model of a checkpoint, and no others.
+
+        Raises UnsupportedModelError for models that are not read with images, for quantised checkpoints and for
+        files that lack weights of the tower.
+        """
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedModelError(
+                f"{folder}: of a quantised {config.model_type}, the vision tower cannot be loaded by itself"
+            )
+        kind = _without_text(image_class(config))
+        whole = copy.deepcopy(config)
+        whole.tie_word_embeddings = False  # neither embedding nor head is there
+        for sound in ("audio_config",):
+            if getattr(whole, sound, None) is not None:
+                setattr(whole, sound, None)
+        with _quiet():
+            model, info = kind.from_pretrained(folder, config=whole, dtype=dtype, output_loading_info=True)
+        lacking = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        if lacking:
+            raise UnsupportedModelError(
+                f"{folder}: {len(lacking)} weights of the vision tower are missing: {lacking[0]}"
+            )
+        return cls(model.eval().requires_grad_(False).to(device), processing, batch_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of its weights."""
+        return sum(each.nbytes for each in (*self._model.parameters(), *self._model.buffers()))
+
+    def features(self, images: Sequence[PlacedImage]) -> list[Tensor]:
+        """Return what the text model reads of each image: [1 + added layers, features, hidden] in the tower's dtype.
+
+        The first is put in place of embeddings, the others are added after the first layers. Raises ImageError for an
+        image that the processor refuses, and ValueError where an image does not have the features of its layout.
+        """
+        found: list[Tensor | None] = [None] * len(images)
+        for batch in self._batches(images):
+            numbers = [number for number, _ in batch]
+            joined = {name: torch.cat([inputs[name] for _, inputs in batch]) for name in batch[0][1]}
+            made = self._encode(joined, [images[number].features for number in numbers])
+            for number, each in zip(numbers, made, strict=True):
+                found[number] = each
+        return [each for each in found if each is not None]
+
+    def _batches(self, images: Sequence[PlacedImage]) -> Iterator[list[tuple[int, dict[str, Tensor]]]]:
+        # Images whose inputs have the same shapes, with their numbers. No more inputs are kept than a batch takes.
+        waiting: dict[Any, list[tuple[int, dict[str, Tensor]]]] = {}
+        kept = 0
+        for number, image in enumerate(images):
+            inputs = self._inputs(image)
+            shape = tuple((name, tuple(each.shape[1:])) for name, each in inputs.items())
+            own = self._bytes(inputs)
+            if kept and kept + own > self._batch_bytes:
+                yield from waiting.values()
+                waiting, kept = {}, 0
+            waiting.setdefault(shape, []).append((number, inputs))
+            kept += own
+        yield from waiting.values()
+
+    def _inputs(self, image: PlacedImage) -> dict[str, Tensor]:
+        made = self._processing.inputs(open_image(image.image.data), image.several)
+        return {name: each for name, each in made.items() if name in self._taken}
+
+    def _bytes(self, inputs: dict[str, Tensor]) -> int:
+        # Generous: as if every layer kept its hidden states, as some families' towers do.
+        config: Any = self._model.config.vision_config
+        pixels = inputs["pixel_values"]
+        patch = getattr(config, "patch_size", 14)
+        side = patch if isinstance(patch, int) else patch[0]
+        channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
+        patches = pixels.numel() / (side * side * channels * getattr(config, "temporal_patch_size", 1))
+        hidden = getattr(config, "embed_dim", None) or config.hidden_size
+        depth = getattr(config, "depth", None) or config.num_hidden_layers
+        inner = getattr(config, "intermediate_size", None) or hidden * getattr(config, "mlp_ratio", 4)
+        numbers = patches * (hidden * (12 + depth) + 3 * inner) + 2 * pixels.numel()
+        return int(numbers * self._model.dtype.itemsize) + 2 * pixels.nbytes
+
+    def _encode(self, inputs: dict[str, Tensor], counts: list[int]) -> list[Tensor]:
+        device, dtype = self._model.device, self._model.dtype
+        given = {name: each.to(device, dtype if each.is_floating_point() else None) for name, each in inputs.items()}
+        with torch.inference_mode():
+            made = self._model.get_image_features(**given, return_dict=True)
+            layers = [
+                _flat(made.pooler_output, counts),
+                *(_flat(each, counts) for each in getattr(made, "deepstack_features", None) or ()),
+            ]
+        if len(layers) != 1 + self.traits.added_layers:
+            raise ValueError(
+                f"{self._model.config.model_type} gives features for {len(layers)} places, not"
+                f" {1 + self.traits.added_layers}"
+            )
+        return list(torch.stack(layers).to(dtype).split(counts, dim=1))
+
+
+def open_image(data: bytes) -> Any:
+    """Open an image."""
+    import io
+
+    from PIL import Image, ImageOps
+
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+
+
+def _flat(features: Any, counts: list[int]) -> Tensor:
+    # [features, hidden] of all images one after another, whose counts must be those of their layouts.
+    if not isinstance(features, Tensor):
+        own = [each.numel() // each.shape[-1] for each in features]
+        if len(own) == len(counts) and own != counts:
+            raise ValueError(f"images have {own} features where their prompts have places for {counts}")
+        features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+    flat: Tensor = features.reshape(-1, features.shape[-1])
+    if len(flat) != sum(counts):
+        raise ValueError(f"images have {len(flat)} features where their prompts have places for {sum(counts)}")
+    return flat
+
+
+def _without_text(kind: type[PreTrainedModel]) -> Any:
+    # The class without decoder and head, which then are no weights that transformers looks for in the files. It keeps
+    # its name, by which transformers finds how old names of weights are changed.
+    def build(self: Any, config: Any, *args: Any, **settings: Any) -> None:
+        kind.__init__(self, config, *args, **settings)
+        gone = [_prefix(self).removesuffix("."), _name_of_head(self)]
+        for name in filter(None, gone):
+            owner, _, own = name.rpartition(".")
+            setattr(self.get_submodule(owner), own, nn.Identity())
+        self.all_tied_weights_keys = {}
+
+    changes = {
+        "__init__": build,
+        "__module__": kind.__module__,
+        "_tied_weights_keys": None,
+        "_keys_to_ignore_on_load_unexpected": [".*"],
+    }
+    return type(kind.__name__, (kind,), changes)
+
+
+class _quiet:
+    # Loading reports no weights of the text model as unexpected.
+    def __enter__(self) -> None:
+        self._before = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self._before)

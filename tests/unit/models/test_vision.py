@@ -1,0 +1,143 @@
+"""Images as layouts and features, against each family's own processor and whole forward in transformers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from prefillcli.images.image import FEATURE, FIRST_FEATURE, PlacedImage, RowImage
+from prefillcli.models.image_processing import ImageProcessing
+from prefillcli.models.multimodal import read_config
+from prefillcli.models.vision import VisionTower
+from prefillcli.walk.model_ends import decoder_layers
+from tests.unit.models.image_families import FAMILIES, eager_logits, load_whole, make_family, open_processor
+
+CPU = torch.device("cpu")
+SIZES = [(40, 30), (64, 64), (20, 90), (100, 24), (5, 7)]
+NAMES = list(FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made: dict[str, Path] = {}
+
+    class Lazily(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            self[name] = make_family(name, tmp_path_factory.mktemp(name))
+            return self[name]
+
+    return Lazily(made)
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def placed(images: Sequence[Image.Image], processing: ImageProcessing) -> list[PlacedImage]:
+    several = len(images) > 1
+    made, first = [], FIRST_FEATURE
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "png")
+        layout = processing.layout(*image.size, several)
+        row = RowImage(file.getvalue(), b"", *image.size)
+        made.append(PlacedImage(first, layout.features, row, several))
+        first += layout.features
+    return made
+
+
+def opened(folder: Path) -> tuple[ImageProcessing, VisionTower]:
+    config = read_config(folder)
+    processing = ImageProcessing.open(folder, config)
+    return processing, VisionTower.load(folder, config, processing, dtype=torch.float32, device=CPU)
+
+
+def expanded(text: str, images: Sequence[Image.Image], processing: ImageProcessing, tokenizer: Any) -> Any:
+    """Tokens with features as `FEATURE`, and positions [axes, tokens]."""
+    before, after = processing.around
+    text = text.replace(processing.written, before + processing.written + after)
+    ids: list[int] = []
+    positions: list[Any] = []
+    at, queue = 0, list(images)
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        if token != processing.placeholder:
+            ids.append(token)
+            positions.append(np.full((processing.traits.axes, 1), at))
+            at += 1
+            continue
+        layout = processing.layout(*queue.pop(0).size, len(images) > 1)
+        ids.extend(layout.tokens)
+        if layout.offsets is None:
+            positions.append(np.arange(at, at + len(layout.tokens))[None].repeat(processing.traits.axes, 0))
+            at += len(layout.tokens)
+        else:
+            positions.append(layout.offsets + at)
+            at += layout.advance
+    return np.array(ids), np.concatenate(positions, axis=1)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_text_with_features_in_place_of_embeddings_gives_the_whole_forward(
+    name: str, count: int, folders: dict[str, Path]
+) -> None:
+    folder = folders[name]
+    processing, tower = opened(folder)
+    for start in range(len(SIZES) if count == 1 else 2):
+        images = [picture(*SIZES[(start + number) % len(SIZES)], seed=number) for number in range(count)]
+        parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": "\nWhat is it? "}]
+        parts.insert(1, {"type": "text", "text": "one,"})
+        messages = [{"role": "user", "content": parts}]
+        ids, logits = eager_logits(folder, messages, images)
+        tokenizer = open_processor(folder).tokenizer
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens, positions = expanded(text, images, processing, tokenizer)
+        traits = processing.traits
+        np.testing.assert_array_equal(np.where(tokens == FEATURE, traits.feature, tokens), ids)
+        features = torch.cat(tower.features(placed(images, processing)), dim=1)
+        ours = forward_with_features(load_whole(folder), tokens, positions, features, processing)
+        torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+
+
+def forward_with_features(
+    model: Any, tokens: Any, positions: Any, features: Tensor, processing: ImageProcessing
+) -> Tensor:
+    """The text model's forward with `input_ids`, features put in by hooks alone."""
+    traits = processing.traits
+    places = torch.from_numpy(tokens == FEATURE)
+    ids = torch.from_numpy(np.where(tokens == FEATURE, traits.stand_in, tokens))[None]
+
+    def put(_: Any, __: Any, made: Tensor) -> Tensor:
+        made = made.clone()
+        made[0, places] = features[0]
+        return made
+
+    hooks = [model.get_input_embeddings().register_forward_hook(put)]
+    layers = decoder_layers(model).layers
+    for number in range(traits.added_layers):
+
+        def add(_: Any, __: Any, made: Any, number: int = number) -> Any:
+            hidden = (made[0] if isinstance(made, tuple) else made).clone()
+            hidden[0, places] += features[1 + number]
+            return (hidden, *made[1:]) if isinstance(made, tuple) else hidden
+
+        hooks.append(layers[number].register_forward_hook(add))
+    given: dict[str, Any] = {}
+    if traits.axes > 1:
+        given["position_ids"] = torch.from_numpy(positions)[:, None]
+    try:
+        with torch.no_grad():
+            logits: Tensor = model(input_ids=ids, **given).logits[0]
+            return logits
+    finally:
+        for hook in hooks:
+            hook.remove()
