@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
+from prefillcli.errors import UsageError, counted, without_secrets
 from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
@@ -133,10 +133,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
         require_json(settings.fit.output)
         require_apart(settings)
         calibration = _fitted(settings, *_read(settings.labelled))
-        try:
-            write_sealed(settings.fit.output, calibration.model_dump_json())
-        except OSError as error:
-            raise ResourceError(f"{settings.fit.output}: cannot write: {error.strerror or error}") from None
+        write_sealed(settings.fit.output, calibration.model_dump_json())
         ending.status, ending.exit_code = "complete", 0
         if not settings.run.quiet:
             print_calibration(calibration, without_secrets(settings.fit.output))

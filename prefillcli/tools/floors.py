@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.errors import NOT_AS_EXPECTED, ResourceError, counted, without_secrets
+from prefillcli.errors import NOT_AS_EXPECTED, counted, without_secrets
 from prefillcli.judging.review import AnswerFloor, FloorFile, QuestionFloors, Value
 from prefillcli.judging.truth import JudgedAnswers, LabelledOutput
 from prefillcli.options.commands import CalibrateSettings
@@ -121,10 +121,7 @@ def floors_job(settings: CalibrateSettings) -> dict[str, Any]:
         require_json(settings.fit.output)
         require_apart(settings)
         floors = _floors(settings)
-        try:
-            write_sealed(settings.fit.output, floors.model_dump_json())
-        except OSError as error:
-            raise ResourceError(f"{settings.fit.output}: cannot write: {error.strerror or error}") from None
+        write_sealed(settings.fit.output, floors.model_dump_json())
         ending.status, ending.exit_code = "complete", 0
         if all(own.floor is None for question in floors.questions.values() for own in question.floors):
             ending.exit_code, ending.error = NOT_AS_EXPECTED, no_floor(floors)

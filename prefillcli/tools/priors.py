@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
+from prefillcli.errors import UsageError, counted, without_secrets
 from prefillcli.judging.calibration import (
     Calibration,
     CalibrationSet,
@@ -161,10 +161,7 @@ def priors_job(settings: CalibrateSettings) -> dict[str, Any]:
         require_apart(settings)
         made = _priors(settings)
         content = made[0] if len(made) == 1 else CalibrationSet(calibrations=tuple(made))
-        try:
-            write_sealed(settings.fit.output, content.model_dump_json())
-        except OSError as error:
-            raise ResourceError(f"{settings.fit.output}: cannot write: {error.strerror or error}") from None
+        write_sealed(settings.fit.output, content.model_dump_json())
         ending.status, ending.exit_code = "complete", 0
         if not settings.run.quiet:
             print_priors(made, without_secrets(settings.fit.output))

@@ -357,6 +357,16 @@ def test_one_row_may_be_added(deep: Path) -> None:
     assert (summary["exit_code"], summary["heads"][0]["rows"]) == (0, 41)
 
 
+def test_rows_without_right_answers_add_nothing(deep: Path) -> None:
+    fit(rows(40), model=deep, truth="is_fox")
+    before = Path("a.head").read_bytes()
+    blank = rows(3, seed=2) | {"is_fox": ["", None, "yes"]}
+    blank["prompt"][2] = None
+    summary = fit(blank, None, model=deep, truth="is_fox", add="a.head", most_layers=None)
+    refused(summary, "no row has a right answer (2 without a right answer, 1 that cannot be read)")
+    assert Path("a.head").read_bytes() == before
+
+
 def test_the_head_before_is_compared_on_rows_that_it_has_not_learnt_from(deep: Path) -> None:
     known, new = rows(40), rows(20, seed=2)
     fit(known, "part.head", model=deep, truth="is_fox")

@@ -158,8 +158,8 @@ def learnt_once(learning: Learning) -> Lesson:
             path = exits_path(run.report.report)
             try:
                 write_sealed(path, profile.to_json())
-            except (OSError, PrefillError) as error:
-                log.warning(f"cannot write {path}: {error}")
+            except PrefillError as error:
+                log.warning(str(error))
         for name, own in use.questions.items():
             if own.reason is not None:
                 log.warning(

@@ -26,7 +26,7 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from pydantic import TypeAdapter
 
-from prefillcli.errors import OutputBusyError, PrefillError, UsageError, run_again, without_secrets
+from prefillcli.errors import OutputBusyError, PrefillError, ResourceError, UsageError, run_again, without_secrets
 from prefillcli.rows.filesystems import (
     Failure,
     explained,
@@ -650,8 +650,11 @@ def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
 
 
 def write_sealed(path: str, text: str) -> None:
-    """Write JSON to a local path or URL with a checksum of it. Raises OSError and PrefillError."""
-    put_text(path, sealed_text(text))
+    """Write JSON to a local path or URL with a checksum of it. Raises PrefillError."""
+    try:
+        put_text(path, sealed_text(text))
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot write: {error.strerror or error}") from None
 
 
 NAME = "heartbeat.json"

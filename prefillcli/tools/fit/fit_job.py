@@ -18,7 +18,7 @@ from prefillcli.core.inputs import Inputs
 from prefillcli.core.request import Request, plan_requests, thinning_of
 from prefillcli.core.scorer import ModelScorer
 from prefillcli.engines.base import Answer, EarlyExits, Readings, Treatment
-from prefillcli.errors import ResourceError, UsageError, counted, without_secrets
+from prefillcli.errors import UsageError, counted, without_secrets
 from prefillcli.judging.truth import Mistakes, TruthPlan, is_blank
 from prefillcli.models.open import dtype_name
 from prefillcli.models.shape import Shape
@@ -35,6 +35,7 @@ from prefillcli.rows.values import to_python
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress, step
 from prefillcli.runtime.memory import available_memory
+from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.identity import LocalModels, fingerprint
 from prefillcli.scoring.opening import open_inputs, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart
@@ -135,7 +136,6 @@ def _fit(
         with at_once():
             if not settings.truth.columns:
                 raise UsageError("no --truth given: name the column with the right answers")
-            output = settings.fitting.output or settings.fitting.add or DEFAULT
             require_apart(settings)
             earlier = None if settings.fitting.add is None else head_file_at(settings.fitting.add, "--add")
             rows, parts = open_rows(settings, tuple(settings.truth.columns.values()))
@@ -144,19 +144,11 @@ def _fit(
             stack.callback(inputs.builder.close)
             require_shares(inputs.labels, "fit")
             collected = _questions(inputs)
-            depth = inputs.opened.files.config.get_text_config().num_hidden_layers
-            layers = observed_layers(depth, settings.fitting.most_layers)
-            if earlier is not None:
+            about = _about(inputs, parts, models)
+            if earlier is None:
+                layers = observed_layers(about.layers, settings.fitting.most_layers)
+            else:  # before rows are read
                 layers = tuple(sorted({each.layer - 1 for each in earlier.heads}))
-            read_as = [] if parts.compression is None else parts.compression.read_as()
-            about = HeadFile.model_construct(
-                model=model_of(fingerprint(inputs, parts, models), read_as),
-                layers=depth,
-                dtype=dtype_name(inputs.opened.files),
-                compute=inputs.opened.narrow,
-                heads=(),
-            )
-            if earlier is not None:  # before rows are read
                 _require_same(earlier, about, settings)
                 _require_fitting(earlier, collected, inputs)
             _limit(collected, len(layers), inputs)
@@ -164,45 +156,25 @@ def _fit(
             loaded = load_here(inputs.opened, settings, inputs.labels)
             stack.callback(loaded.close)
             scorer = make_scorer(inputs, parts, loaded)
-        progress = stack.enter_context(
-            Progress(inputs.source.expected_rows, interval=settings.run.progress_interval, quiet=settings.run.quiet)
-        )
-        with inputs.windows() as coming:
-            for window in coming:
-                if all(len(own.truth) >= own.most for own in collected.values()):
-                    for own in collected.values():
-                        own.is_cut = True
-                    break
-                inputs.labels.check(window)
-                _collect(window, scorer, collected, layers, lambda tokens: check())
-                progress.advance(len(window.rows), 0.0)
+        _read(scorer, collected, layers, check)
         with at_once():
             models.require_unchanged()
     with at_once():
         step("solving")
-        fitted = {part: _solved(own, inputs, part, layers, earlier) for part, own in sorted(collected.items())}
-        kept = [each for each in fitted.values() if each.better or settings.fitting.keep_worse]
+        fitted = [_solved(own, inputs, part, layers, earlier) for part, own in sorted(collected.items())]
+        kept = [each for each in fitted if each.better or settings.fitting.keep_worse]
         if not settings.run.quiet:
-            _print(fitted.values(), depth, stderr_console(WIDTH))
+            _print(fitted, about.layers, stderr_console(WIDTH))
+        output = settings.fitting.output or settings.fitting.add or DEFAULT
         if kept:
-            others = (
-                []
-                if earlier is None
-                else [
-                    each
-                    for each in earlier.heads
-                    if each.question not in {own.head.question for own in fitted.values()}
-                ]
-            )
+            solved = {each.head.question for each in fitted}
+            others = () if earlier is None else (each for each in earlier.heads if each.question not in solved)
             heads = (*others, *(each.head for each in kept))
-            written = HeadFile(
-                **{name: getattr(about, name) for name in ("model", "layers", "dtype", "compute")}, heads=heads
+            own = HeadFile(
+                model=about.model, layers=about.layers, dtype=about.dtype, compute=about.compute, heads=heads
             )
-            try:
-                write_sealed(output, written.to_json())
-            except OSError as error:
-                raise ResourceError(f"{output}: cannot write: {error.strerror or error}") from None
-        _tell(fitted.values(), kept, output, quiet=settings.run.quiet)
+            write_sealed(output, own.to_json())
+        _tell(fitted, kept, output, quiet=settings.run.quiet)
     return {
         "output": output if kept else None,
         "heads": [
@@ -211,13 +183,42 @@ def _fit(
                 "rows": len(each.head.truth),
                 "left_out": {why: rows for why, rows in each.left_out.items() if rows},
                 "layer": each.head.layer,
-                "layers": depth,
+                "layers": about.layers,
                 "better": each.better,
                 "held_out": {name: own.model_dump() for name, own in each.head.held_out.items()},
             }
-            for each in fitted.values()
+            for each in fitted
         ],
     }
+
+
+def _about(inputs: Inputs, parts: Parts, models: LocalModels) -> HeadFile:
+    # What the file says of the model, without any head.
+    files, read_as = inputs.opened.files, [] if parts.compression is None else parts.compression.read_as()
+    return HeadFile.model_construct(
+        model=model_of(fingerprint(inputs, parts, models), read_as),
+        layers=files.config.get_text_config().num_hidden_layers,
+        dtype=dtype_name(files),
+        compute=inputs.opened.narrow,
+        heads=(),
+    )
+
+
+def _read(
+    scorer: ModelScorer, collected: Mapping[int, Collected], layers: Sequence[int], check: Callable[[], None]
+) -> None:
+    # Read the rows, until there are enough of each question.
+    inputs, run = scorer.inputs, scorer.inputs.settings.run
+    progress = Progress(inputs.source.expected_rows, interval=run.progress_interval, quiet=run.quiet)
+    with progress, inputs.windows() as coming:
+        for window in coming:
+            if all(len(own.truth) >= own.most for own in collected.values()):
+                for own in collected.values():
+                    own.is_cut = True
+                break
+            inputs.labels.check(window)
+            _collect(window, scorer, collected, layers, lambda tokens: check())
+            progress.advance(len(window.rows), 0.0)
 
 
 def _questions(inputs: Inputs) -> dict[int, Collected]:
@@ -374,11 +375,15 @@ def _require_enough(own: Collected, plan: TruthPlan, before: FittedHead | None) 
         if mistakes is not None:
             raise plan.no_answer(mistakes)
     others = ", ".join(f"{rows:,} {why}" for why, rows in own.left_out.items() if rows)
-    if count < LEAST_ROWS or not own.truth:
+    left_out = f" ({others})" if others else ""
+    if before is not None and not own.truth:
         raise UsageError(
-            f"{plan.option}: {counted(count, 'row')} with a right answer and another prompt than the others"
-            f"{f' ({others})' if others else ''}; a head takes at least {LEAST_ROWS}\n"
-            f"give {max(LEAST_ROWS - count, 1)} more"
+            f"{plan.option}: no row has a right answer{left_out}, so there is nothing to add\nfill some in"
+        )
+    if count < LEAST_ROWS:
+        raise UsageError(
+            f"{plan.option}: {counted(count, 'row')} with a right answer and another prompt than the others{left_out}"
+            f"; a head takes at least {LEAST_ROWS}\ngive {LEAST_ROWS - count} more"
         )
     truth = own.truth if before is None else [*own.truth, *before.truth.tolist()]
     counts = np.bincount(truth, minlength=len(plan.labels)).tolist()
