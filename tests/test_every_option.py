@@ -59,8 +59,9 @@ OPTIONS: dict[str, tuple[Any, Values]] = {
         "id_column": "id", "keep_columns": 'id,"right"', "shard": "1/2", "resume": True, "engine": "hf",
         "dry_run": True, "row": "1", "html": "o.html", "full": True, "mode": "full", "confirm_seconds": 0.0,
         "fit_seconds": 1.0, "method": "hybrid", "rounds": 1, "truth_from": "in.csv", "accuracy": 0.9, "folds": 2,
-        "csv_quoting": "none", "since": "before.parquet", "empty_text": "skip", "image_column": "own", "image_root": "parts",
-        "allow_urls": True, "max_image_pixels": 1000, "max_pixels": 9000, "min_pixels": 10, "no_thumbnails": True,
+        "csv_quoting": "none", "since": "before.parquet", "empty_text": "skip", "image_column": "own",
+        "image_root": "parts", "allow_urls": True, "max_image_pixels": 1000, "max_pixels": 9000,
+        "min_pixels": 10, "no_thumbnails": True,
     }.items()},
     "seed": (1, {"sample": 2}),
     **{name: (value, {"head": "a.head"}) for name, value in {

@@ -367,7 +367,7 @@ class PromptOptions(Options):
     )  # fmt: skip
 
 
-MAX_IMAGE_PIXELS = 50_000_000  # a photo of 48 megapixels, a page of A4 at 600 dpi; some 300 MB while it is decoded
+MAX_IMAGE_PIXELS = 50_000_000  # a photo of 48 megapixels, a page of A4 at 600 dpi; some 400 MB while it is decoded
 
 
 class ImageOptions(Options):
@@ -391,7 +391,7 @@ class ImageOptions(Options):
     )  # fmt: skip
     max_image_pixels: int = option(
         MAX_IMAGE_PIXELS,
-        "An image with more pixels is an error: it would be decoded whole, in some 6 bytes of memory per pixel.",
+        "An image with more pixels is an error: it would be decoded whole, in some 8 bytes of memory per pixel.",
         PROMPTS, level="rare", changes="scores", metavar="N", ge=1,
     )  # fmt: skip
     max_pixels: int | None = option(
