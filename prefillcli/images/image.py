@@ -34,12 +34,29 @@ class RowImage:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageTraits:
+    """How a model's forward reads images, by its configuration.
+
+    `feature` is the token id at which transformers puts a feature; `stand_in` that which stands in `input_ids` for a
+    feature when the model is run with features in place of embeddings. `axes`: how many axes a position has, 1 where
+    positions are counted. `both_ways`: the features of one image attend to each other in both directions.
+    `added_layers`: after so many of the first layers further features are added to the hidden states at an image.
+    """
+
+    feature: int
+    stand_in: int
+    axes: int
+    both_ways: bool
+    added_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class ImageLayout:
     """The tokens of an image in a prompt, which follow from its size and the model's processor.
 
-    `tokens` int32 [tokens] are token ids, and `FEATURE` where a feature stands. Of a model whose positions have several
-    axes, `offsets` int32 [axes, features] are those of the features, counted from the position at which the image
-    begins, and the token after the image is `advance` positions after that. None: its tokens are counted like text.
+    `tokens` int32 [tokens] are token ids, and `FEATURE` where a feature stands. Where positions have several axes,
+    `offsets` int32 [axes, features] are those of the features, counted from the position at which the image begins,
+    and the token after the image is `advance` positions after that. None: its tokens are counted like text.
     """
 
     tokens: npt.NDArray[np.int32]

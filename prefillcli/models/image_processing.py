@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, Pr
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from prefillcli.images.image import FEATURE, ImageError, ImageLayout
+from prefillcli.images.image import FEATURE, ImageError, ImageLayout, ImageTraits
 from prefillcli.walk.forest import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -33,23 +32,6 @@ REFUSED = {
 }
 _KEPT = 4096  # layouts of sizes that are kept
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTraits:
-    """How a model's forward reads images, by its configuration.
-
-    `feature` is the token id at which transformers puts a feature; `stand_in` that which stands in `input_ids` for a
-    feature when the model is run with features in place of embeddings. `axes`: how many axes a position has, 1 where
-    positions are counted. `both_ways`: the features of one image attend to each other in both directions.
-    `added_layers`: after so many of the first layers further features are added to the hidden states at an image.
-    """
-
-    feature: int
-    stand_in: int
-    axes: int
-    both_ways: bool
-    added_layers: int
 
 
 def image_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -8,33 +8,16 @@ or let the features of an image see one another both ways.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prefillcli.images.image import FIRST_FEATURE, PlacedImage
+from prefillcli.images.image import FIRST_FEATURE, ImageTraits, PlacedImage
 from prefillcli.stats.arrays import Int32Array, Int64Array
 
-
-@dataclass(frozen=True, slots=True)
-class FeatureForm:
-    """The way in which a model takes features.
-
-    They stand where the token `stand_in` would be embedded. Positions have so many `axes` (0: one, counted like text).
-    After each of the first `added` layers, other rows are added to theirs. With `both_ways` the features of an image
-    see all of that image.
-    """
-
-    stand_in: int
-    axes: int = 0
-    added: int = 0
-    both_ways: bool = False
-
-
-# The features of images, [1 + added, features, hidden] of each: first the rows for the embeddings.
+# The features of images, [1 + added layers, features, hidden] of each: first the rows for the embeddings.
 Encode = Callable[[Sequence[PlacedImage]], Sequence[Tensor]]
 
 
@@ -47,28 +30,28 @@ class PackFeatures:
 
     def __init__(
         self,
-        form: FeatureForm,
+        traits: ImageTraits,
         images: Sequence[PlacedImage],
         offsets: Callable[[PlacedImage], Int32Array | None],
         encode: Encode,
     ) -> None:
-        self.form = form
+        self.traits = traits
         self._images = sorted(images, key=lambda image: image.first)
         self._firsts = np.array([image.first for image in self._images], dtype=np.int64)
-        self._offsets = [offsets(image) if form.axes else None for image in self._images]
+        self._offsets = [offsets(image) if traits.axes > 1 else None for image in self._images]
         self._encode = encode
         self._coded: dict[int, Tensor] = {}  # by an image's place, those of the last chunk
         self._added: dict[int, Tensor] = {}  # by an image's place, the rows that later layers add
 
     def ids(self, tokens: Tensor) -> Tensor:
         """Token ids int64 [tokens] for the model's forward, with the stand-in where features stand."""
-        return torch.where(tokens >= FIRST_FEATURE, self.form.stand_in, tokens)
+        return torch.where(tokens >= FIRST_FEATURE, self.traits.stand_in, tokens)
 
     def positions(self, tokens: Tensor, positions: Int64Array) -> Int64Array:
         """The positions [axes, tokens] of tokens; one axis: [tokens]."""
-        if not self.form.axes:
+        if self.traits.axes == 1:
             return positions
-        found = np.repeat(positions[None], self.form.axes, axis=0)
+        found = np.repeat(positions[None], self.traits.axes, axis=0)
         at, images, rows = self._places(tokens)
         for image in np.unique(images).tolist():
             own, offsets = images == image, self._offsets[image]
@@ -86,13 +69,13 @@ class PackFeatures:
         self._coded = {image: self._coded[image] for image in wanted if image in self._coded}
         for image, found in zip(new, self._encode([self._images[image] for image in new]), strict=True):
             self._coded[image] = found[0]
-            if self.form.added:
+            if self.traits.added_layers:
                 self._added[image] = found[1:]
         return torch.as_tensor(at), self._picked({image: self._coded[image] for image in wanted}, images, rows)
 
     def added(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         """As `embedded`, the rows that are added to a layer's output; None: nothing is."""
-        if layer >= self.form.added:
+        if layer >= self.traits.added_layers:
             return None
         at, images, rows = self._places(tokens)
         if not len(at):
@@ -102,7 +85,7 @@ class PackFeatures:
 
     def runs(self, tokens: Tensor) -> list[tuple[int, int]]:
         """The runs (start, end) of tokens that see one another both ways."""
-        return runs_of_features(tokens.numpy()) if self.form.both_ways else []
+        return runs_of_features(tokens.numpy()) if self.traits.both_ways else []
 
     def _places(self, tokens: Tensor) -> tuple[Int64Array, Int64Array, Int64Array]:
         # Where features stand, and of each its image and its row there.
