@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from prefillcli.engines import encoders
 from prefillcli.engines.base import Loaded, LoadRequest, WeightsReport
+from prefillcli.engines.images import PackImages
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
@@ -59,6 +60,8 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     if not own.memory:
         free = int(available_memory(device) * request.share) - (0 if streamed is None else streamed.memory_bytes)
     budget = budget_of(own, free)
+    images = PackImages(opened.images, device)
+    budget = images.within(budget)
     if device.type == "cpu":
         keep_blocks(budget)
         if request.share == 1.0:  # not by each of several workers
@@ -87,6 +90,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
         layers=source,
         arithmetic=arithmetic,
     )
+    walk.features = images.of_pack
     if request.text_tokens:
         try:
             walk.check_decoding()

@@ -76,6 +76,8 @@ def plan_packs(
 
     head = opened.files.head
     law = memory_law(opened.files.config, opened.files.dtype, None if head is None else len(head.classes))
+    if opened.images_asked:
+        law = law.with_images(opened.images.processing.traits)
     if hidden_on_host:
         law = law.with_hidden_on_host()
     if own_cache:

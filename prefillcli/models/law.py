@@ -24,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from prefillcli.errors import ResourceError
+from prefillcli.images.image import ImageTraits
 from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.shape import FLOAT32_ROTARY, VERIFIED, Shape, usual_settings
 from prefillcli.plan.pack import Limits
@@ -382,6 +383,12 @@ class MemoryLaw:
         """Return the law of a device that holds only the residual rows of a few chunks; the host holds them all."""
         # Rows of a chunk exist three times: read ahead, computed, written back.
         return replace(self, residual=0, host=self.residual, transient=self.transient + 3 * self.residual)
+
+    def with_images(self, traits: ImageTraits) -> MemoryLaw:
+        """Return the law of prompts that are features of images at worst: rows that later layers add to them wait for
+        these layers, and positions have several axes."""
+        positions = (traits.axes - 1) * POSITION_BYTES
+        return replace(self, rotary=self.rotary + positions + traits.added_layers * self.residual)
 
     def with_own_cache(self) -> MemoryLaw:
         """Return the law of a model that is walked with its own attention and cache.

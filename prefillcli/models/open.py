@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
     from prefillcli.models.dtype import ModelReader
     from prefillcli.models.find import ModelFiles
     from prefillcli.models.heads import HeadChoice
+    from prefillcli.models.images import ModelImages
     from prefillcli.prompts.layouts import Layout
 
 
@@ -97,6 +98,18 @@ class Opened:
     """The low precision in which the model itself computes."""
     temperatures: Mapping[str, float] = field(default_factory=dict)
     """By type of question those of a model without a layout of its own, by which its answers are divided."""
+    image_bounds: tuple[int | None, int | None] = (None, None)
+    """The most and the fewest pixels of an image as the model's processor prepares it, where these are not its own."""
+    images_asked: bool = False
+    """Whether a column of the rows has images."""
+
+    @property
+    def images(self) -> ModelImages:
+        """The part of the model that reads images."""
+        from prefillcli.models.images import ModelImages
+
+        most, least = self.image_bounds
+        return ModelImages(self.files, most, least, self.images_asked)
 
     @property
     def points(self) -> bool:
@@ -258,7 +271,18 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
-    opened = Opened(files, device, tokenizer, tuple(small), files.max_length, threads, narrow=settings.narrow_walk)
+    seen = settings.images
+    opened = Opened(
+        files,
+        device,
+        tokenizer,
+        tuple(small),
+        files.max_length,
+        threads,
+        narrow=settings.narrow_walk,
+        image_bounds=(seen.max_pixels, seen.min_pixels),
+        images_asked=bool(seen.image_column),
+    )
     if lm.layout == "generic":
         return opened
     if layout is not None:

@@ -32,7 +32,7 @@ class VisionTower:
         self.traits = image_traits(model.config)
         self._model = model
         self._processing = processing
-        self._batch_bytes = batch_bytes
+        self.batch_bytes = batch_bytes
         self._taken = frozenset(inspect.signature(type(model).get_image_features).parameters)
 
     @classmethod
@@ -98,7 +98,7 @@ class VisionTower:
             inputs = self._inputs(image)
             shape = tuple((name, tuple(each.shape[1:])) for name, each in inputs.items())
             own = self._bytes(inputs)
-            if kept and kept + own > self._batch_bytes:
+            if kept and kept + own > self.batch_bytes:
                 yield from waiting.values()
                 waiting, kept = {}, 0
             waiting.setdefault(shape, []).append((number, inputs))
