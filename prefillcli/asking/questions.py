@@ -266,6 +266,8 @@ class QuestionsBuilder(PromptBuilder):
         """Make the prompts of a batch, ascending by row and part. An error of a question is one of its row, unless
         the question is conditional: then the row's first prompt has it."""
         errors = dict(batch.errors)
+        batch = replace(self.with_images(batch, errors), errors=errors)  # once for all questions
+        errors = dict(errors)
         prompts: list[Prompt] = []
         failed: dict[int, dict[int, RowError]] = {}
         for part, ((number, builder, exchanged), answers) in enumerate(zip(self._parts, labels.asked, strict=True)):

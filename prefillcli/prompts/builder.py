@@ -6,16 +6,18 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefillcli.errors import UsageError, brief
+from prefillcli.errors import UsageError, brief, counted
+from prefillcli.images.image import FIRST_FEATURE, ImageError, RowImage
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.encoding import Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.prompts.fitting import default_row_bytes, fit, fit_pair, without_padding
+from prefillcli.prompts.images import PLACE, PlacedTokens
 from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.prompts.settings import PromptSettings, check_choices, check_column, prompt_column, wants_chat
 from prefillcli.prompts.shortening import RowTexts, Shortening
@@ -86,8 +88,10 @@ class PromptBuilder:
         own = self.template.columns if self.template else (self.column,)
         self.columns: tuple[str, ...] = tuple(dict.fromkeys((*own, *asked)))
         self._only_asked = frozenset(asked) - {*own}
-        # Those, and the ones of pairs and labels: what `build` needs of a row.
-        further = (*filter(None, [settings.pair_column]), *settings.label_columns)
+        # Those, and the ones of pairs, labels and images: what `build` needs of a row.
+        self._images = settings.images
+        self.image_columns: tuple[str, ...] = () if self._images is None else self._images.columns
+        further = (*filter(None, [settings.pair_column]), *settings.label_columns, *self.image_columns)
         self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *further)))
         # Columns that `build` uses where they exist.
         self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
@@ -104,7 +108,9 @@ class PromptBuilder:
         self._closed = False
         # Longer rows, and longer prompts made of them, are errors.
         self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
-            settings.max_length, self._encoder.longest_token(), settings.on_long
+            settings.max_length,
+            self._encoder.longest_token(),
+            "truncate-left" if self.image_columns else settings.on_long,  # a file of an image may be long
         )
         self._may_exceed_vocabulary = self._encoder.last_id() >= settings.vocab_size
         self.told: set[str] = set()  # what was said of prompts and answers; each is said once
@@ -149,6 +155,8 @@ class PromptBuilder:
         template, chat, system, literal, pair, chats, question, end, instructions, *layout = self.words()
         parts = [self.column, template, chat, system, settings.max_length, settings.on_long, self.max_row_bytes]
         parts += [literal, pair, chats, question, end, settings.empty_text, instructions, *layout]
+        if self._images is not None and self._images.columns:
+            parts += self._images.identity
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def words(self, question: Any = None) -> list[Any]:
@@ -175,7 +183,7 @@ class PromptBuilder:
         Raises BuilderClosed or RendererClosed once it is closed.
         """
         errors = dict(batch.errors)
-        batch = self._without_json(batch, errors)
+        batch = self.with_images(self._without_json(batch, errors), errors)
         excess: dict[int, int] = {}
         prompts = self._made(batch, labels, errors, excess)
         if excess:
@@ -186,6 +194,32 @@ class PromptBuilder:
         if self.settings.sections:
             self._remember(prompts, batch)
         return prompts, errors
+
+    def with_images(self, batch: RowBatch, errors: dict[int, RowError]) -> RowBatch:
+        """The batch with the images of its rows, in the order in which they stand; rows without one that can be read
+        are added to `errors`. Chats have places instead of their own."""
+        images = self._images
+        if images is None or batch.images is not None:
+            return batch
+        found: dict[int, tuple[RowImage, ...]] = {}
+        columns = [batch.columns[name] for name in images.columns]
+        chats = batch.columns.get(self.column) if self.template is None else None
+        changed = None if chats is None else [*chats]
+        for at, row in enumerate(batch.rows.tolist()):
+            if row in errors:
+                continue
+            try:
+                self.require_open()
+                own = images.of_columns([column[at] for column in columns])
+                if changed is not None and _is_chat(changed[at]):
+                    changed[at], own = images.in_chat(changed[at], own)
+            except ImageError as error:
+                errors[row] = RowError(ErrorCode.INVALID_IMAGE, str(error))
+                continue
+            if own:
+                found[row] = tuple(own)
+        own_columns = batch.columns if changed is None else {**batch.columns, self.column: changed}
+        return replace(batch, columns=own_columns, images=found)
 
     def _made(
         self, batch: RowBatch, labels: Labels, errors: dict[int, RowError], excess: dict[int, int]
@@ -236,7 +270,8 @@ class PromptBuilder:
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
         # The values of a row whose texts may be cut, by column.
         names = dict.fromkeys([*self.columns, *filter(None, [self.settings.pair_column])])
-        return {name: batch.columns[name][place] for name in names if name not in self._only_asked}
+        unread = {*self._only_asked, *self.image_columns}
+        return {name: batch.columns[name][place] for name in names if name not in unread}
 
     def _cut(self, batch: RowBatch, rows: Mapping[int, Shortening]) -> RowBatch:
         # These rows, ascending, with shorter texts.
@@ -253,7 +288,8 @@ class PromptBuilder:
 
     def _cuts_texts(self, raw: RawPrompt) -> bool:
         # Whether a prompt that is too long is made again of shorter texts. One without a template is cut itself.
-        made = self.template is not None or raw.chat is not None or bool(self.settings.question or self._laid_out)
+        made = self.template is not None or raw.chat is not None or bool(raw.images)
+        made = made or bool(self.settings.question or self._laid_out)
         return made and self.settings.on_long.startswith("truncate")
 
     def another(self) -> PromptBuilder:
@@ -284,14 +320,16 @@ class PromptBuilder:
     def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
         # Note in each prompt the values of its row.
         place = {row: at for at, row in enumerate(batch.rows.tolist())}
-        names = [name for name in (*self.needed, *self.optional) if name in batch.columns]
+        unread = {*self.image_columns} - {*self.columns}
+        names = [name for name in (*self.needed, *self.optional) if name in batch.columns and name not in unread]
         for prompt in prompts:
             prompt.made_of = {name: batch.columns[name][place[prompt.row]] for name in names}
 
     def _read(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[RawPrompt]:
         # The raw prompts of the rows that are not in `errors`; rows that have none are added there.
+        images = batch.images or {}
         for row, value, marks in self._values(batch, errors):
-            raw = value if isinstance(value, RowError) else self._raw(row, value)
+            raw = value if isinstance(value, RowError) else self._raw(row, value, images.get(row, ()))
             if isinstance(raw, RowError):
                 errors[row] = raw
             else:
@@ -317,7 +355,7 @@ class PromptBuilder:
     ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
         # The rows without an error, each with the text of the template or the value of the prompt's column, and with
         # the question behind it where that is rendered too.
-        columns = [batch.columns[name] for name in self.columns]
+        columns = [self._said_in(batch, name) for name in self.columns]
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
         if self.template is None and self._instructions is None:
             for at, row in places:
@@ -334,27 +372,39 @@ class PromptBuilder:
                 rows.append(row)
                 values.append(value)
                 marked.append(marks)
-        done = 0
+        done, pictured = 0, {at for at, row in enumerate(rows) if (batch.images or {}).get(row)}
         while done < len(values):
-            texts = self._rendered(values[done:])
+            texts = self._rendered(values[done:], {at - done for at in pictured})
             end = done + len(texts)
             yield from zip(rows[done:end], texts, marked[done:end], strict=True)
             done = end
 
-    def _rendered(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-        # The texts of the first of these rows, or what their column holds, or why there are none.
+    def _said_in(self, batch: RowBatch, name: str) -> Sequence[Any]:
+        # The values of a column in texts: those of images say nothing where they are all that a prompt is about.
+        alone = self.template is None and name == self.column and name in self.image_columns
+        return [""] * len(batch.rows) if alone else batch.columns[name]
+
+    def _rendered(self, rows: Sequence[Mapping[str, Any]], pictured: Collection[int]) -> Sequence[Any]:
+        # The texts of the first of these rows, or what their column holds, or why there are none. Those in `pictured`
+        # have images.
         texts: Sequence[Any] = [row[self.column] for row in rows] if self.template is None else ()
         if self.template is not None:
             texts = self.template.render(rows, self._group_chars)
         if self._instructions is None:
             return texts
         asked = self._instructions.render(rows[: len(texts)])
-        return [self._with_instructions(text, own) for text, own in zip(texts, asked, strict=True)]
+        return [
+            self._with_instructions(text or "" if at in pictured else text, own, at in pictured)
+            for at, (text, own) in enumerate(zip(texts, asked, strict=True))
+        ]
 
-    def _with_instructions(self, text: Any, asked: str | RowError) -> Any:
-        if not isinstance(text, str) or not text.strip():
+    def _with_instructions(self, text: Any, asked: str | RowError, pictured: bool) -> Any:
+        if not isinstance(text, str) or not (text.strip() or pictured):
             return text  # of which an error says so
-        return asked if isinstance(asked, RowError) else text + self.settings.question.replace(INSTRUCTIONS, asked)
+        if isinstance(asked, RowError):
+            return asked
+        text += self.settings.question.replace(INSTRUCTIONS, asked)
+        return text.lstrip() if pictured else text
 
     def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
         # Values of a row in which the tokenizer finds no control token, and the replacements made for that.
@@ -371,13 +421,13 @@ class PromptBuilder:
             code = ErrorCode.TEMPLATE_ERROR if self.template else ErrorCode.CHAT_ERROR
             return RowError(code, "RecursionError: a value is nested too deeply"), None
 
-    def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
+    def _raw(self, row: int, value: Any, images: tuple[RowImage, ...]) -> RawPrompt | RowError:
         if (self.settings.question or self._is_whole) and not isinstance(value, str | None):
             return RowError(ErrorCode.WRONG_TYPE, f"the document is {type(value).__name__}, not text")
         if isinstance(value, str) and self._takes_ids:
             return RowError(ErrorCode.INVALID_TOKEN_IDS, "a text, not a list of token ids")
-        if isinstance(value, str):
-            return self._from_text(row, value)
+        if isinstance(value, str) or (value is None and self._asks_of(images)):
+            return self._from_text(row, value or "", images)
         if value is None:
             return self.no_text(ErrorCode.NULL_PROMPT, "the prompt is null")
         if isinstance(value, dict):
@@ -390,34 +440,43 @@ class PromptBuilder:
                 return RowError(ErrorCode.INVALID_TOKEN_IDS, "the list is empty")
             return self.no_text(ErrorCode.EMPTY_PROMPT, "the list is empty")
         if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
+            if images:
+                return RowError(ErrorCode.WRONG_TYPE, "the prompt is token ids, among which no image has a place")
             return self._from_ids(row, value)
-        return self._from_messages(row, value)
+        return self._from_messages(row, value, images)
+
+    def _asks_of(self, images: tuple[RowImage, ...]) -> bool:
+        # Whether a row of these images needs no text, because what is asked stands behind it.
+        return bool(images) and bool(self.settings.question)
 
     def no_text(self, code: ErrorCode, detail: str) -> RowError:
         """Return the reason why a row without text has no score: its `code` is only for rows that count as errors."""
         return RowError(ErrorCode.SKIPPED_EMPTY if self.settings.empty_text == "skip" else code, detail)
 
-    def _from_text(self, row: int, text: str) -> RawPrompt | RowError:
-        if not text or text.isspace():
+    def _from_text(self, row: int, text: str, images: tuple[RowImage, ...]) -> RawPrompt | RowError:
+        if (not text or text.isspace()) and not self._asks_of(images):
             what = "white space only" if text else "empty"
             return self.no_text(ErrorCode.EMPTY_PROMPT, f"the prompt is {what}")
         wrong = text_error(text, "the prompt", self.max_row_bytes)
         if wrong is not None:
             return wrong
-        text += "" if self._instructions else self.settings.question
+        said = "" if self._instructions else self.settings.question
+        text = text + said if text.strip() or not images else said.lstrip()
         if not self.chat:
-            return RawPrompt(row, text + self.settings.question_end)
-        return self._from_messages(row, [{"role": "user", "content": text}])
+            places = "" if self._images is None else self._images.places.written * len(images)
+            return RawPrompt(row, places + text + self.settings.question_end, images=images)
+        parts = [*([PLACE] * len(images)), {"type": "text", "text": text}] if images else text
+        return self._from_messages(row, [{"role": "user", "content": parts}], images)
 
-    def _from_messages(self, row: int, value: list[Any]) -> RawPrompt | RowError:
+    def _from_messages(self, row: int, value: list[Any], images: tuple[RowImage, ...]) -> RawPrompt | RowError:
         if self._takes_ids:
             return RowError(ErrorCode.INVALID_TOKEN_IDS, "not every token id is an integer")
-        messages = messages_of(value, self.settings.system)
+        messages = messages_of(value, self.settings.system, places=bool(images))
         if isinstance(messages, RowError):
             return messages
         if not self._has_chat_template or self.settings.chat is False:
             return RowError(ErrorCode.CHAT_ERROR, "the prompt is a list of messages, and no chat template is applied")
-        return RawPrompt(row, chat=messages)
+        return RawPrompt(row, chat=messages, images=images)
 
     def _from_ids(self, row: int, value: Any) -> RawPrompt | RowError:
         ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
@@ -468,14 +527,18 @@ class PromptBuilder:
         errors: dict[int, RowError],
         excess: dict[int, int],
     ) -> list[Prompt]:
-        raw = self._respelled(raw, errors)
+        raw = self._respelled(self._with_space(raw), errors)
         tokens = self._tokens(raw)
+        placed = self._with_features(raw, tokens, errors)
+        raw = [each for each in raw if each.row not in errors]
         fitted: dict[int, Int32Array] = {}
         ends: dict[bool, dict[int, str]] = {False: {}, True: {}}
         for each in raw:
             if self.settings.padding is not None:
                 tokens[each.row] = without_padding(tokens[each.row], self.settings.padding)
-            own = self._fit(tokens[each.row], cut=not self._cuts_texts(each))
+            pictures = placed.get(each.row)
+            of_images = 0 if pictures is None else pictures.of_images
+            own = self._fit(tokens[each.row], cut=not self._cuts_texts(each), of_images=of_images)
             if isinstance(own, RowError):
                 errors[each.row] = own
             else:
@@ -490,12 +553,46 @@ class PromptBuilder:
                 continue
             made = self._followed(each, tokens[each.row], fitted[each.row], found[each.row], batch, labels)
             if isinstance(made, Prompt):
+                if (pictures := placed.get(each.row)) is not None:
+                    made.images = pictures.images
+                    if pictures.positions is not None:
+                        made.positions = pictures.positions[: len(made.tokens)]
                 done.append(made)
             elif isinstance(made, RowError):
                 errors[each.row] = made
             else:
                 excess[each.row] = made
         return done
+
+    def _too_long(self, tokens: int, of_images: int) -> RowError:
+        # The error of a prompt with images, which have this many of its tokens.
+        code = ErrorCode.SKIPPED_TOO_LONG if self.settings.on_long == "skip" else ErrorCode.PROMPT_TOO_LONG
+        detail = f"{counted(tokens, 'token')}, {of_images} of them of images; the limit is {self.settings.max_length}"
+        return RowError(code, detail)
+
+    def _with_space(self, raw: list[RawPrompt]) -> list[RawPrompt]:
+        # The texts with what stands around images. Stand-ins are still in the data: only templates have placeholders.
+        if self._images is None:
+            return raw
+        spaced = self._images.places.spaced
+        return [each._replace(text=spaced(each.text)) if each.images else each for each in raw]
+
+    def _with_features(
+        self, raw: list[RawPrompt], tokens: dict[int, Int32Array], errors: dict[int, RowError]
+    ) -> dict[int, PlacedTokens]:
+        # The images of rows that have some, in their `tokens`, which become others. Rows without a place for each are
+        # added to `errors`. Where images come from columns, a row without one must have no place either.
+        found: dict[int, PlacedTokens] = {}
+        if self._images is None:
+            return found
+        for each in raw:
+            if each.images or self._images.columns:
+                placed = self._images.places.put(tokens[each.row], each.images)
+                if isinstance(placed, RowError):
+                    errors[each.row] = placed
+                elif each.images:
+                    found[each.row], tokens[each.row] = placed, placed.tokens
+        return found
 
     def _resolved(
         self, batch: RowBatch, labels: Labels, ends: Mapping[int, str], *, literal: bool
@@ -623,12 +720,19 @@ class PromptBuilder:
         coded = iter(self._encoder.encode(every, special=False, literal=literal))
         return [np.concatenate([next(coded) for _ in own]) for own in parts]
 
-    def _fit(self, tokens: Int32Array, behind: int = 0, *, cut: bool = True) -> Int32Array | RowError:
+    def _fit(
+        self, tokens: Int32Array, behind: int = 0, *, cut: bool = True, of_images: int = 0
+    ) -> Int32Array | RowError:
         # The tokens of a prompt that has this many more `behind` it; all of them unless it may be `cut`.
         if len(tokens) == 0:
             return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
-        if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
-            return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
+        if self._may_exceed_vocabulary:
+            most = int(tokens[tokens < FIRST_FEATURE].max(initial=0))
+            if most >= self.settings.vocab_size:
+                return not_in_vocabulary(most, self.settings.vocab_size)
+        limit = self.settings.max_length
+        if of_images and len(tokens) > limit and (of_images >= limit or not self.settings.on_long.startswith("trunc")):
+            return self._too_long(len(tokens), of_images)
         if not cut:
             return tokens
         return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
@@ -767,6 +871,11 @@ class RawPrompt(NamedTuple):
     tokens: Int32Array | None = None
     # The stand-ins for characters of the text; None if the data has no text of a control token.
     marks: Marks | None = None
+    images: tuple[RowImage, ...] = ()  # that stand in it, in their order
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
 
 
 def not_in_vocabulary(token: int, vocab_size: int) -> RowError:

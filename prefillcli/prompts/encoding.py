@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.images.image import FIRST_FEATURE
 from prefillcli.rows.records import ErrorCode, Prompt, RowError
 from prefillcli.stats.arrays import Int32Array
 
@@ -65,6 +66,7 @@ class Encoder:
             + [number for number in (tokenizer.bos_token_id, tokenizer.cls_token_id) if number is not None]
         )
         self.unknown_id: int | None = tokenizer.unk_token_id
+        self.image = str(getattr(tokenizer, "image_token", None) or "<image>")  # the text of a place for one
         self.has_offsets = self._backend is not None  # whether it knows where tokens lie in a text
         self.controls = Controls.of(tokenizer)
         self.control_ids = self.special_ids | self.controls.names.keys()
@@ -146,8 +148,12 @@ class Encoder:
         return found
 
     def decode(self, tokens: Sequence[int] | Int32Array, *, literal: bool = False) -> str:
-        """The text of token ids, special tokens included; `literal` as `Controls.respell` writes it."""
+        """The text of token ids, special tokens included; `literal` as `Controls.respell` writes it. Features of
+        images that follow one another are the text of one."""
         ids = [int(number) for number in tokens]
+        if any(number >= FIRST_FEATURE for number in ids):
+            parts = groupby(ids, lambda number: number >= FIRST_FEATURE)
+            return "".join(self.image if own else self.decode(list(run), literal=literal) for own, run in parts)
         if literal:
             names = self.controls.names
             runs = ((is_control, list(run)) for is_control, run in groupby(ids, names.__contains__))

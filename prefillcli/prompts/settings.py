@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from prefillcli.errors import UsageError
+from prefillcli.prompts.images import PromptImages
 from prefillcli.prompts.layouts import LaidOut
 from prefillcli.prompts.thinking import AS_USUAL, ChatChoices
 from prefillcli.rows.input.selection import DEFAULT_COLUMN
@@ -60,6 +61,7 @@ class PromptSettings:
     question_end: str = ""
     # Instead, the question in the layout of a model that was trained for typed decisions.
     laid_out: LaidOut | None = None
+    images: PromptImages | None = None  # those of rows; None: the model reads none
 
 
 def wants_chat(settings: PromptSettings, has_template: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.images import PLACE
 from prefillcli.rows.records import Prompt
 from prefillcli.stats.arrays import Int64Array
 
@@ -46,6 +47,8 @@ def with_texts(value: Any, texts: Iterator[str]) -> Any:
 def _open_keys(value: Mapping[str, Any]) -> list[str]:
     if isinstance(value.get("role"), str) and "content" in value:
         return [] if value["role"] in _KEPT_ROLES else ["content"]
+    if value == PLACE:
+        return []
     return ["text"] if value.get("type") == "text" and "text" in value else list(value)
 
 

@@ -28,6 +28,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from prefillcli.errors import ResourceError, UsageError, brief, did_you_mean
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.encoding import Encoder, NotLiteral
+from prefillcli.prompts.images import PLACE
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.nursery import start_process
 from prefillcli.prompts.sandbox import compile_template
@@ -348,8 +349,9 @@ Message = dict[str, Any]
 _MEDIUM = re.compile("(input_)?(image|audio|video|file)(_url)?")
 
 
-def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | RowError:
-    """The messages of a row, with the `system` message before them unless the row has its own."""
+def messages_of(value: Sequence[Any], system: str | None, *, places: bool = False) -> list[Message] | RowError:
+    """The messages of a row, with the `system` message before them unless the row has its own. With `places`, those of
+    its images are `prompts.images.PLACE`."""
     messages: list[Message] = []
     for number, item in enumerate(value, 1):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
@@ -360,6 +362,8 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
             return RowError(ErrorCode.CHAT_ERROR, f"message {number} has no content")
         content = item.get("content")
         for part in content if isinstance(content, list) else ():
+            if places and part == PLACE:
+                continue
             if isinstance(part, dict) and _MEDIUM.fullmatch(kind := str(part.get("type") or next(iter(part), ""))):
                 # A template may write a mark for it, or the part itself, as if the model had seen it.
                 return RowError(
@@ -623,6 +627,7 @@ class _Kind(NamedTuple):
     role: str
     says: tuple[tuple[str, type], ...]
     several: bool  # whether the content has parts, and more than one
+    pictured: bool  # whether some of them are places of images
     arguments: tuple[type, ...]  # of tool calls
 
 
@@ -644,8 +649,9 @@ def _kind(message: Message) -> _Kind:
     says = tuple((key, type(more[key])) for key in more if more[key] != message[key])
     content = message.get("content")
     several = isinstance(content, list) and len(content) > 1
+    pictured = isinstance(content, list) and PLACE in content
     arguments = tuple(type(_arguments(call)) for call in calls) if isinstance(calls, list) else ()
-    return _Kind(message["role"], says, several, arguments)
+    return _Kind(message["role"], says, several, pictured, arguments)
 
 
 def _saying_more(message: Message) -> Message:

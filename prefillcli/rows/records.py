@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.images.image import PlacedImage
+from prefillcli.images.image import FEATURE, FIRST_FEATURE, PlacedImage, RowImage
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.arrays import Float64Array, Int32Array, Int64Array
 
@@ -110,6 +110,8 @@ class RowBatch:
     carried: pa.Table
     errors: dict[int, RowError]  # rows that could not be read, by row number
     nbytes: int  # bytes read for these rows
+    # The images of rows that have some, by row number; None: they are not read yet.
+    images: Mapping[int, tuple[RowImage, ...]] | None = None
 
     def only(self, positions: Int64Array) -> RowBatch:
         """Return the rows at these positions, ascending."""
@@ -123,6 +125,7 @@ class RowBatch:
             carried=self.carried.take(pa.array(positions)),
             errors={row: error for row, error in self.errors.items() if row in kept},
             nbytes=self.nbytes * len(rows) // max(len(self.rows), 1),
+            images=self.images,
         )
 
 
@@ -167,6 +170,14 @@ class Prompt:
         if not self.labels.pointers:
             return self.tokens
         return np.concatenate([self.tokens, self.labels.sequences[0][:-1]])
+
+    @property
+    def content(self) -> bytes:
+        """What tells it from other prompts: its tokens, and its images, whatever numbers their features have."""
+        if not self.images:
+            return np.ascontiguousarray(self.tokens, "<i4").tobytes()
+        tokens = np.where(self.tokens >= FIRST_FEATURE, FEATURE, self.tokens).astype("<i4").tobytes()
+        return tokens + b"".join(b"%d %d " % (each.features, each.several) + each.image.key for each in self.images)
 
 
 @dataclass(slots=True)

@@ -44,10 +44,10 @@ _NONE = bytes(SIZE)
 class RowDigests:
     """Notes in each prompt the digest of its row.
 
-    A row's results depend on its id (or number), its tokens, the labels after them, whether they were cut, its own
-    keep rate and adapter, the values that its sections are made of, and its values in the carried `columns`, by which
-    rows are chosen. For a row with several prompts, they depend on all of these. Everything else that they depend on
-    is the same for all rows: the job's fingerprint, and `common`.
+    A row's results depend on its id (or number), its tokens and images, the labels after them, whether they were cut,
+    its own keep rate and adapter, the values that its sections are made of, and its values in the carried `columns`,
+    by which rows are chosen. For a row with several prompts, they depend on all of these. Everything else that they
+    depend on is the same for all rows: the job's fingerprint, and `common`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RowDigests:
         text = json.dumps([*rest, prompt.variant, prompt.made_of], sort_keys=True, default=_plain).encode()
         found = hashlib.blake2b(self._common, digest_size=SIZE)
         found.update(b"%d " % len(text) + text)
-        found.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())
+        found.update(prompt.content)
         return found.digest()
 
 

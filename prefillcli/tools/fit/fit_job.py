@@ -303,7 +303,7 @@ def _collect(
 
 
 def _digest(prompt: Prompt) -> int:
-    return int.from_bytes(hashlib.sha256(prompt.tokens.tobytes()).digest()[:8], "little", signed=True)
+    return int.from_bytes(hashlib.sha256(prompt.content).digest()[:8], "little", signed=True)
 
 
 def _require_same(earlier: HeadFile, about: HeadFile, settings: FitSettings) -> None:
