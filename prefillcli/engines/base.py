@@ -319,8 +319,12 @@ class Engine:
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        for pack in packs:
+        for at, pack in enumerate(packs):
+            self.expect(packs[at : at + 2])
             yield from self.answer(pack, labels, tick, treatment)
+
+    def expect(self, packs: Sequence[Pack]) -> None:
+        """These packs come next: what they need may be made beside other work."""
 
     def holds(self, key: Key) -> bool:
         """Return whether the K,V held by this key are at hand, from an earlier pack."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from threading import Condition
 
 import torch
 from torch import Tensor
 
 from prefillcli.images.image import PlacedImage
 from prefillcli.models.images import ModelImages
-from prefillcli.models.vision import VisionTower
+from prefillcli.models.vision import Inputs, VisionTower
 from prefillcli.plan.pack import Pack
 from prefillcli.stats.arrays import Int32Array
 from prefillcli.walk.features import PackFeatures
@@ -19,17 +22,96 @@ BATCH_SHARE = 1 / 8  # of the budget, at most, for a batch of images in the visi
 KEPT_SHARE = 1 / 16  # of the budget, at most, for features that later packs may need again
 
 
+Name = tuple[bytes, bool]  # of an image, by what its features depend on
+
+
+def _name(image: PlacedImage) -> Name:
+    return image.image.key, image.several
+
+
+class Ahead:
+    """Makes inputs of images in a thread, in the order in which they are expected, and keeps `most` bytes of them."""
+
+    most = 0
+
+    def __init__(self, make: Callable[[PlacedImage], Inputs]) -> None:
+        self._make = make
+        self._pool: ThreadPoolExecutor | None = None
+        self._made: dict[Name, Future[Inputs]] = {}
+        self._room = Condition()
+        self._bytes = 0  # of inputs that wait to be taken
+        self._taken: set[Name] = set()  # whose inputs need not wait for room
+
+    def expect(self, images: Mapping[Name, PlacedImage]) -> None:
+        """Make the inputs of these images. Those of others, made before, are dropped."""
+        for name in self._made.keys() - images.keys():
+            self._drop(name)
+        self._taken = set()
+        new = [name for name in images if name not in self._made]
+        for name in new:
+            self._made[name] = self._threads().submit(self._make_with_room, name, images[name])
+
+    def take(self, image: PlacedImage) -> Inputs:
+        """The inputs of an image, which are made now unless they are there or on their way."""
+        future = self._made.pop(_name(image), None)
+        if future is None or future.cancel():
+            return self._make(image)
+        with self._room:
+            self._taken.add(_name(image))
+            self._room.notify_all()
+        found = future.result()
+        self._forget(found)
+        return found
+
+    def close(self) -> None:
+        """Make nothing any more."""
+        self.expect({})
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        self._pool = self._pool or ThreadPoolExecutor(1, "images")
+        return self._pool
+
+    def _make_with_room(self, name: Name, image: PlacedImage) -> Inputs:
+        with self._room:
+            self._room.wait_for(lambda: self._bytes < self.most or name in self._taken)
+        found = self._make(image)
+        with self._room:
+            self._bytes += _bytes_of(found)
+        return found
+
+    def _drop(self, name: Name) -> None:
+        future = self._made.pop(name)
+        if not future.cancel():
+            with self._room:
+                self._taken.add(name)
+                self._room.notify_all()
+            with suppress(Exception):  # which its row will meet by itself
+                self._forget(future.result())
+
+    def _forget(self, inputs: Inputs) -> None:
+        with self._room:
+            self._bytes -= _bytes_of(inputs)
+            self._room.notify_all()
+
+
+def _bytes_of(inputs: Inputs) -> int:
+    return sum(each.nbytes for each in inputs.values())
+
+
 class PackImages:
     """Makes the features of packs' images, `images` of a model on `device`.
 
-    The tower is loaded when the first image comes, unless it is wanted in any case. Of a budget of memory in bytes,
-    `reserved` is the part that is no pack's.
+    The tower is loaded when the first image comes, unless a job asks for it in any case. With `alone` it reads one
+    image at a time, so that an image's features do not depend on others.
     """
 
-    def __init__(self, images: ModelImages, device: torch.device) -> None:
-        self._images, self._device = images, device
+    def __init__(self, images: ModelImages, device: torch.device, *, alone: bool = False) -> None:
+        self._images, self._device, self._alone = images, device, alone
         self._tower: VisionTower | None = None
-        self._kept: OrderedDict[tuple[bytes, bool], Tensor] = OrderedDict()
+        self._ahead = Ahead(self._inputs)
+        self._kept: OrderedDict[Name, Tensor] = OrderedDict()
         self._kept_bytes = 0
         self._most_kept = 0
         self._batch_bytes = 0
@@ -39,9 +121,19 @@ class PackImages:
     def within(self, budget: int) -> int:
         """Take a part of a budget in bytes, and return the rest."""
         self._batch_bytes, self._most_kept = int(budget * BATCH_SHARE), int(budget * KEPT_SHARE)
+        self._ahead.most = self._most_kept
         if self._tower is not None:
-            self._tower.batch_bytes = self._batch_bytes
-        return budget - self._batch_bytes - self._most_kept if self._images.asked else budget
+            self._tower.batch_bytes = 0 if self._alone else self._batch_bytes
+        return budget - self._batch_bytes - 2 * self._most_kept if self._images.asked else budget
+
+    def expect(self, packs: Sequence[Pack]) -> None:
+        """These packs come next: the inputs of their images are made by a thread, as far as there is room."""
+        coming = {_name(image): image for pack in packs for image in pack.images}
+        self._ahead.expect({name: image for name, image in coming.items() if name not in self._kept})
+
+    def close(self) -> None:
+        """Nothing is expected any more."""
+        self._ahead.close()
 
     def of_pack(self, pack: Pack) -> PackFeatures:
         """The features of a pack's images. Raises UsageError for a model that reads none."""
@@ -49,18 +141,23 @@ class PackImages:
 
     def _loaded(self) -> VisionTower:
         if self._tower is None:
-            self._tower = self._images.load_tower(self._device, self._batch_bytes)
+            self._tower = self._images.load_tower(self._device, 0 if self._alone else self._batch_bytes)
         return self._tower
 
     def _offsets(self, placed: PlacedImage) -> Int32Array | None:
         image = placed.image
         return self._images.processing.layout(image.width, image.height, placed.several).offsets
 
+    def _inputs(self, image: PlacedImage) -> Inputs:
+        return self._loaded().inputs(image)
+
     def _features(self, images: Sequence[PlacedImage]) -> list[Tensor]:
         # Those that were made for earlier packs are kept while there is room.
-        keys = [(image.image.key, image.several) for image in images]
+        keys = list(map(_name, images))
         new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._kept}
-        made = dict(zip(new, self._loaded().features(list(new.values())), strict=True)) if new else {}
+        made = (
+            dict(zip(new, self._loaded().features(list(new.values()), self._ahead.take), strict=True)) if new else {}
+        )
         found = [made[key] if key in made else self._kept[key] for key in keys]
         for key, each in zip(keys, found, strict=True):
             if key not in self._kept:

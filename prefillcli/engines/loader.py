@@ -60,7 +60,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     if not own.memory:
         free = int(available_memory(device) * request.share) - (0 if streamed is None else streamed.memory_bytes)
     budget = budget_of(own, free)
-    images = PackImages(opened.images, device)
+    images = PackImages(opened.images, device, alone=request.arithmetic is not None)
     budget = images.within(budget)
     if device.type == "cpu":
         keep_blocks(budget)
@@ -90,7 +90,6 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
         layers=source,
         arithmetic=arithmetic,
     )
-    walk.features = images.of_pack
     if request.text_tokens:
         try:
             walk.check_decoding()
@@ -122,6 +121,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
         ),
         reduced=plan.get(REDUCED),
         longest=files.max_length_apart,
+        images=images,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 

@@ -26,6 +26,7 @@ from prefillcli.engines.base import (
     Treatment,
     WeightsReport,
 )
+from prefillcli.engines.images import PackImages
 from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.models.heads import (
     Activation,
@@ -69,6 +70,7 @@ class TorchEngine(Engine):
         weights: WeightsReport | None = None,
         reduced: Mapping[str, Any] | None = None,
         longest: int = 1 << 30,
+        images: PackImages | None = None,
     ) -> None:
         whole = limits.whole_nodes or walk.keeps_ends
         self.limits = replace(limits, whole_nodes=whole, state_step=walk.arithmetic.state_step if whole else 0)
@@ -79,6 +81,9 @@ class TorchEngine(Engine):
         self._limit_packs()
         self._keys_share = _keys_share(walk.model.config.get_text_config())
         self._texts = JobTexts(limits, longest)
+        self._images = images
+        if images is not None:
+            walk.features = images.of_pack
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
@@ -102,6 +107,10 @@ class TorchEngine(Engine):
         found = self._recovery.answer(pack, tick, answer, unanswered, partial(self._keep_less, treatment))
         self._limit_packs()
         yield found
+
+    def expect(self, packs: Sequence[Pack]) -> None:
+        if self._images is not None:
+            self._images.expect(packs)
 
     def _answer(
         self, pack: Pack, labels: Callable[[int], LabelSet], tick: Callable[[float], None], treatment: Treatment
@@ -202,6 +211,8 @@ class TorchEngine(Engine):
         return replace(self._weights, bytes_read=layers.bytes_read, seconds_waited=waited)
 
     def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
         self.walk.close()
         self.walk.layers.close()
 

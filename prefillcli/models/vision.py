@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from prefillcli.images.image import PlacedImage
 from prefillcli.models.image_processing import ImageProcessing, image_class, image_traits
 from prefillcli.models.multimodal import _name_of_head, _prefix
 from prefillcli.walk.forest import UnsupportedModelError
+
+Inputs = dict[str, Tensor]
 
 #: Bytes of activations that a batch of images may take.
 BATCH_BYTES = 1 << 30
@@ -75,14 +77,17 @@ class VisionTower:
         """The bytes of its weights."""
         return sum(each.nbytes for each in (*self._model.parameters(), *self._model.buffers()))
 
-    def features(self, images: Sequence[PlacedImage]) -> list[Tensor]:
+    def features(
+        self, images: Sequence[PlacedImage], inputs: Callable[[PlacedImage], Inputs] | None = None
+    ) -> list[Tensor]:
         """Return what the text model reads of each image: [1 + added layers, features, hidden] in the tower's dtype.
 
-        The first is put in place of embeddings, the others are added after the first layers. Raises ImageError for an
-        image that the processor refuses, and ValueError where an image does not have the features of its layout.
+        The first is put in place of embeddings, the others are added after the first layers. `inputs` gives an image's
+        inputs, where these were made before. Raises ImageError for an image that the processor refuses, and ValueError
+        where an image does not have the features of its layout.
         """
         found: list[Tensor | None] = [None] * len(images)
-        for batch in self._batches(images):
+        for batch in self._batches(images, inputs or self.inputs):
             numbers = [number for number, _ in batch]
             joined = {name: torch.cat([inputs[name] for _, inputs in batch]) for name in batch[0][1]}
             made = self._encode(joined, [images[number].features for number in numbers])
@@ -90,12 +95,14 @@ class VisionTower:
                 found[number] = each
         return [each for each in found if each is not None]
 
-    def _batches(self, images: Sequence[PlacedImage]) -> Iterator[list[tuple[int, dict[str, Tensor]]]]:
+    def _batches(
+        self, images: Sequence[PlacedImage], made: Callable[[PlacedImage], Inputs]
+    ) -> Iterator[list[tuple[int, Inputs]]]:
         # Images whose inputs have the same shapes, with their numbers. No more inputs are kept than a batch takes.
-        waiting: dict[Any, list[tuple[int, dict[str, Tensor]]]] = {}
+        waiting: dict[Any, list[tuple[int, Inputs]]] = {}
         kept = 0
         for number, image in enumerate(images):
-            inputs = self._inputs(image)
+            inputs = made(image)
             shape = tuple((name, tuple(each.shape[1:])) for name, each in inputs.items())
             own = self._bytes(inputs)
             if kept and kept + own > self.batch_bytes:
@@ -105,7 +112,8 @@ class VisionTower:
             kept += own
         yield from waiting.values()
 
-    def _inputs(self, image: PlacedImage) -> dict[str, Tensor]:
+    def inputs(self, image: PlacedImage) -> Inputs:
+        """Return an image's inputs. Another thread may make them."""
         made = self._processing.inputs(open_image(image.image.data), image.several)
         return {name: each for name, each in made.items() if name in self._taken}
 

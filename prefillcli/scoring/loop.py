@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
@@ -910,6 +911,7 @@ class LocalPool:
 
         self._adjust_threads()
         asked.begun(pack)
+        self.engine.expect([pack, *(coming for coming, _ in islice(self._packs, 1))])
         # Tokens of a block are counted here, whether or not they are charged to a row of another pack.
         beside = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
         answers = iter(self.engine.answer(pack, lambda i: requests[i].prompt.labels, tick, asked.work.treatment(pack)))
