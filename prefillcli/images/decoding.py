@@ -25,7 +25,8 @@ def check_image(data: bytes, *, max_pixels: int) -> RowImage:
     """Return the image in a file's bytes, which are decoded to their end.
 
     Raises ImageError for what is no PNG, JPEG, WebP or GIF file, is cut off or broken, or has more pixels than
-    `max_pixels`. That is known from its header, before memory for pixels is taken.
+    `max_pixels`. That is known from its header, before memory for pixels is taken. WebP files have a limit of Pillow's
+    own beside it (twice `PIL.Image.MAX_IMAGE_PIXELS`).
     """
     _, size = _decoded(data, max_pixels=max_pixels, pixels=False)
     return RowImage(data, blake2b(data, digest_size=16).digest(), *size)

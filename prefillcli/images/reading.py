@@ -59,11 +59,13 @@ def read_images(
         data = bytes(value)
     else:
         raise ImageError(f"neither bytes nor a text that names an image, but {type(value).__name__}")
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"a file of more than {MAX_BYTES >> 20} MiB")
     return [check_image(data, max_pixels=max_pixels)]
 
 
 def read_below(root: str, path: str) -> bytes:
-    """Return the content of a file of the local folder `root`, at most `MAX_BYTES`.
+    """Return the content of a file of the local folder `root`, of a large one little more than `MAX_BYTES`.
 
     Raises ImageError for a path that leads out of it, by a link too, and for what is no file or cannot be read.
     Failures for want of memory or file handles pass through.
@@ -75,24 +77,19 @@ def read_below(root: str, path: str) -> bytes:
             raise ImageError(f"{_shown(path)} leads out of the folder of images")
         # The place has no link in it, and a pipe would keep this waiting.
         handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise ImageError(f"{_shown(path)} is no file")
-            data = file.read(MAX_BYTES + 1)
+            with open(handle, "rb", closefd=False) as file:
+                return file.read(MAX_BYTES + 1)
+        finally:
+            os.close(handle)
     except OSError as error:
         if out_of_resource(error):
             raise
         raise ImageError(f"{_shown(path)}: {error.strerror or 'cannot be read'}") from None
     except ValueError:  # a null character, or half a character
         raise ImageError(f"{_shown(path)} is no path") from None
-    return require_few(data)
-
-
-def require_few(data: bytes) -> bytes:
-    """Return the bytes of a file. Raises ImageError if there are more than `MAX_BYTES`."""
-    if len(data) > MAX_BYTES:
-        raise ImageError(f"a file of more than {MAX_BYTES >> 20} MiB")
-    return data
 
 
 def _named(
@@ -106,14 +103,14 @@ def _named(
     if kind in ("http:", "https:"):
         if fetch is None:
             raise ImageError(f"{_shown(text)}: URLs are fetched with --allow-urls only")
-        return require_few(fetch(text.strip()))
+        return fetch(text.strip())
     if "://" in text[:32]:
         raise ImageError(f"{_shown(text)}: of URLs, only http, https and data name images")
     if text.startswith("/") or ".." in text.split("/"):
         raise ImageError(f"{_shown(text)}: a path must be relative, and without ..")
     if root is None:
         raise ImageError(f"{_shown(text)}: no folder for paths: name one with --image-root")
-    return require_few(read_file(root, text))
+    return read_file(root, text)
 
 
 def _of_data_url(text: str) -> bytes:
