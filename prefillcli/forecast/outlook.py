@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
@@ -15,13 +16,47 @@ from prefillcli.reading.exits.proof import place_of, rows_to_learn
 from prefillcli.reading.exits.rare import rows_to_fit
 from prefillcli.reading.exits.report import ProvableFlips, provable_flips, provable_text
 from prefillcli.reading.exits.ways import ways_of, ways_text
-from prefillcli.report.section import visible
+from prefillcli.report.section import mebibytes, visible
 from prefillcli.runtime.clock import duration
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.forecast.survey import Survey
-    from prefillcli.models.open import Small
+    from prefillcli.models.open import Opened, Small
+    from prefillcli.reading.heads.heads import Heads
+
+
+class HeadOutlook(BaseModel):
+    """The layers of the model that a job with heads computes at most, and those that it loads, with the bytes of their
+    weights and of what is around them."""
+
+    model_layers: int
+    read_layers: int
+    loaded_layers: int
+    model_bytes: int
+    loaded_bytes: int
+
+    @classmethod
+    def of(cls, heads: Heads, opened: Opened) -> HeadOutlook:
+        """Return that of a job with these heads and this model, as far as it is read."""
+        from prefillcli.models.weights import layer_bytes  # takes torch along
+
+        use, whole = heads.use(), replace(opened.files, read_layers=None)
+        return cls(
+            **use.model_dump(include={"model_layers", "read_layers", "loaded_layers"}),
+            model_bytes=sum(layer_bytes(whole, opened.device).values()),
+            loaded_bytes=sum(layer_bytes(opened.files, opened.device).values()),
+        )
+
+    @property
+    def line(self) -> tuple[str, str]:
+        """The line of name and text."""
+        text = f"{self.read_layers} of {self.model_layers} layers computed"
+        if self.loaded_layers == self.model_layers:
+            return "head", text
+        return "head", (
+            f"{text}; those above are not loaded: {mebibytes(self.loaded_bytes)} of {mebibytes(self.model_bytes)} MiB"
+        )
 
 
 class ExitOutlook(BaseModel):

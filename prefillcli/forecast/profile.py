@@ -59,6 +59,11 @@ class Curve(BaseModel):
         """Return the predicted seconds of one pack."""
         return self.at(features(pack, self.windows))
 
+    def of_layers(self, share: float) -> Curve:
+        """Return the curve of a model of which this share of the layers is read."""
+        points = [(tokens, work, share * seconds) for tokens, work, seconds in self.points]
+        return self.model_copy(update={"points": points})
+
     def request_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
         """Return the predicted seconds of a pack of one prompt, of which `cached_tokens` need not be computed."""
         new = input_tokens - cached_tokens
@@ -210,7 +215,7 @@ def find_profile(
     settings: JobSettings, opened: Opened, digest: str | None = None
 ) -> tuple[Profile | None, str, str | None]:
     """Find the profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and
-    the reason if there is none.
+    the reason if there is none. Where not all layers of the model are read, its times are of those that are.
 
     The `digest` is the model's, if it is known. For an engine that no profile describes, no reason is given. Without
     `--profile`, `profile.json` in the working directory is used. Raises UsageError if the named file is missing or is
@@ -234,4 +239,7 @@ def find_profile(
     if profile.no_completion is not None:
         why = f"{name} holds no completion times: {profile.no_completion}"
         return None, name, f"{why}; run `prefill profile` again on a quiet machine"
+    if (read := opened.files.read_layers) is not None:
+        curve = profile.completion.of_layers(read / opened.files.config.get_text_config().num_hidden_layers)
+        profile = profile.model_copy(update={"completion": curve})
     return profile, name, None

@@ -12,7 +12,7 @@ from prefillcli.core.inputs import Inputs
 from prefillcli.core.scorer import Granularity
 from prefillcli.core.windows import WindowSize
 from prefillcli.errors import PrefillError, ResourceError, UsageError
-from prefillcli.forecast.outlook import outlook_of
+from prefillcli.forecast.outlook import HeadOutlook, outlook_of
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.survey import Costs, InputStatistics, Survey, lengths_of, survey_section
 from prefillcli.options.commands import ScoreSettings
@@ -111,6 +111,9 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             report.survey = survey(inputs, inputs.windows(inputs.builder.close, size=size), costs, progress.advance)
             if (exits := parts.exits) is not None:
                 report.outlooks["exits"], lines = outlook_of(inputs, report.survey, exits.profile)
+            if parts.heads is not None:
+                report.outlooks["heads"] = outlook = HeadOutlook.of(parts.heads, inputs.opened)
+                lines.append(outlook.line)
         counts = report.survey.rows.counts
         empty = settings.files.shard is None and counts.total == 0
         rate, skip = settings.files.max_error_rate, settings.files.skip_empty

@@ -8,21 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 import prefillcli
 from prefillcli.errors import UsageError
 from prefillcli.options.commands import BenchSettings, InspectSettings
 from prefillcli.options.load import load_settings
+from prefillcli.reading.heads.head import head_file_at
 from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.inspect import inspect_job
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.models import save_model
+from tests.jobs.test_dry_run import PER_PACK, PER_TOKEN, save_profile
 from tests.jobs.test_fitted_heads import QUESTIONS, as_documents, fit, refused, rows
+
+LAYERS = 4  # of the model
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("deep") / "deep", layers=4, words="fox dog cat number")
+    return save_model(tmp_path_factory.mktemp("deep") / "deep", layers=LAYERS, words="fox dog cat number")
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +204,46 @@ def test_rows_for_another_head_are_refused_before_they_are_read(
     more = {"truth": "is_fox", "add": str(fitted)}
     refused(fit(rows(40), model=model, **more), "another model")
     refused(fit(rows(40), model=deep, template="Say {{ prompt }}", **more), "other words around")
+
+
+# Before a run.
+
+
+def bytes_below(model: Path, layers: int) -> int:
+    """The bytes of the weights of a model's lower layers, and of all that are in no layer."""
+    found = 0
+    for name, tensor in load_file(model / "model.safetensors").items():
+        number = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+        found += tensor.nbytes if number < layers else 0
+    return found
+
+
+def test_a_dry_run_forecasts_the_layers_below_heads(deep: Path, fitted: Path) -> None:
+    deepest = head_file_at(str(fitted)).deepest
+    assert deepest < LAYERS
+    source = write_parquet("in.parquet", **rows(40))
+    save_profile(deep)
+    flags = {"model": deep, "head": fitted}
+    assert score(source, dry_run=True, **flags)["exit_code"] == 0
+    report = read_report("out.dry-run.json")
+    plan = report["survey"]["plan"]
+    whole = PER_PACK * plan["packs"] + PER_TOKEN * plan["computed_tokens"]
+    assert plan["seconds"] == pytest.approx(whole * deepest / LAYERS)
+    layers = {"model_layers": LAYERS, "read_layers": deepest, "loaded_layers": deepest}
+    every, below = bytes_below(deep, LAYERS), bytes_below(deep, deepest)
+    assert report["outlooks"]["heads"] == {**layers, "model_bytes": every, "loaded_bytes": below}
+    score(source, **flags)
+    ran = read_report()
+    assert {name: ran["heads"][name] for name in layers} == layers
+    assert ran["predicted_seconds"] == pytest.approx(plan["seconds"])
+    assert score(source, dry_run=True, audit=5, **flags)["exit_code"] == 0  # the model answers, too
+    report = read_report("out.dry-run.json")
+    assert report["survey"]["plan"]["seconds"] == pytest.approx(whole)
+    assert report["outlooks"]["heads"]["loaded_bytes"] == every
+
+
+def test_a_dry_run_says_which_layers_are_loaded(deep: Path, fitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deepest = head_file_at(str(fitted)).deepest
+    score(write_parquet("in.parquet", **rows(4)), dry_run=True, quiet=False, model=deep, head=fitted)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"head {deepest} of {LAYERS} layers computed; those above are not loaded: " in said

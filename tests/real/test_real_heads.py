@@ -17,14 +17,14 @@ from tests.real.conftest import FOLDER
 
 ASK = "Does the drug help?"
 NAMES = ("positive", "negative")
-JUDGED, ASKED = 32, 8  # reviews
+JUDGED, ASKED = 60, 10  # reviews
 TOP, DEPTH = 20, 30  # the highest layer that heads may read, and the model's layers
 LAYERS = (9, 11, 12, 14, 15, 17, 18, 20)  # eight from 30 % of the depth to the highest, counted from 1
 
 
 def short(split: str, count: int) -> list[Review]:
     """The first reviews that are read quickly."""
-    return [each for each in reviews(split, FOLDER) if len(each.text) < 300][:count]
+    return [each for each in reviews(split, FOLDER) if len(each.text) < 180][:count]
 
 
 def states_of(saved: Path, reference: GgufReference, texts: list[str]) -> dict[int, np.ndarray]:

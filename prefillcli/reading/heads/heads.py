@@ -314,7 +314,7 @@ class Heads(Reading, Judge):
         run.sink.work.delete(FILE)
 
     def ended(self, run: Run) -> None:
-        use = self._use()
+        use = self.use()
         run.report.add(use)
         if not self._by_part and not any(own.compared for own in use.questions.values()):
             log.warning(
@@ -331,9 +331,10 @@ class Heads(Reading, Judge):
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         if reached.sink is not None:
-            report.add(self._use())
+            report.add(self.use())
 
-    def _use(self) -> HeadUse:
+    def use(self) -> HeadUse:
+        """Return what is known of their use so far."""
         questions = {}
         for digest, (head, _) in self._answering.items():
             features, held = self._features[digest], head.held_out.get(HEAD)
