@@ -17,7 +17,7 @@ from tests.real.conftest import FOLDER
 
 ASK = "Does the drug help?"
 NAMES = ("positive", "negative")
-JUDGED, ASKED = 60, 10  # reviews
+JUDGED, ASKED = 48, 8  # reviews
 TOP, DEPTH = 20, 30  # the highest layer that heads may read, and the model's layers
 LAYERS = (9, 11, 12, 14, 15, 17, 18, 20)  # eight from 30 % of the depth to the highest, counted from 1
 
