@@ -33,7 +33,7 @@ EXAMPLES ?= 0.3
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-llama-tokens setup-llama-server setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-changed test-fast test-matrix test-real test-llama-tokens test-llama-decisions test-nightly test-long test-faults \
-	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms bench-decisions distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
+	test-ports test-triton test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms bench-decisions distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu gpu-kit soak deep-models hybrid-model words-draft tickets-model pictures-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -375,6 +375,10 @@ words-draft: setup
 tickets-model: setup
 	$(BIN)/python -m training.train_sample_models tickets --steps 2400 --rate 1.5e-3 --batch-tokens 1536 --gaps-from 1 \
 		--threads 1
+
+# The sample model that sees anew: half an hour on one core
+pictures-model: setup
+	$(BIN)/python -m training.pictures_model --threads 1
 
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup

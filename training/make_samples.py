@@ -3,7 +3,7 @@
     python -m training.make_samples [--out samples]
 
 Every file comes from one seed, other than the one the sample models were trained with: with the same
-version of pyarrow, the same bytes.
+versions of pyarrow and Pillow, the same bytes.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from benchmarks.needles import Case, post_case, prompt
 from benchmarks.sample_text import ask, credit_case, label_case
 from training.evaluate_samples import SAMPLES
+from training.pictures import COLOURS, NOTHING, caption, draw_picture
 from training.tickets import draw_ticket
 
 SEED = "samples 2024"
@@ -29,6 +30,7 @@ MESSAGES = 2000
 POST_FILE, CREDIT_FILE = "post_recommendation.parquet", "credit_verification.jsonl"
 LABEL_FILE = "labeling.parquet"
 TICKET_FILE, TICKETS = "tickets.csv", 120
+PICTURE_FILE, PICTURES = "pictures.parquet", 300
 
 Record = dict[str, str | int]
 
@@ -131,9 +133,33 @@ def ticket_rows() -> list[Record]:
     ]
 
 
+def picture_table() -> pa.Table:
+    """Pictures of shapes, as `datasets` keeps them, with the right answers to recipes/questions/pictures.yaml."""
+    rng = Random(f"{SEED} pictures")
+    records = []
+    for number in range(PICTURES):
+        picture = draw_picture(rng)
+        records.append(
+            {
+                "id": f"picture-{number:03d}",
+                "photo": {"bytes": picture.png, "path": f"picture-{number:03d}.png"},
+                "caption": caption(rng) or None,
+                "kind": picture.kind,
+                "count": picture.count,
+                "size": picture.size,
+                "word": picture.word,
+                "has_word": "no" if picture.word == NOTHING else "yes",
+                **{f"has_{each}": "yes" if each in picture.colours else "no" for each in COLOURS},
+            }
+        )
+    features = {"info": {"features": {"photo": {"_type": "Image"}}}}
+    return pa.Table.from_pylist(records).replace_schema_metadata({"huggingface": json.dumps(features)})
+
+
 def write_samples(folder: Path) -> None:
-    """Write the four files into a folder."""
+    """Write the five files into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(picture_table(), folder / PICTURE_FILE, compression="zstd", compression_level=19)
     for name, records in ((POST_FILE, post_rows()), (LABEL_FILE, label_rows())):
         table = pa.Table.from_pylist(records)
         pq.write_table(table, folder / name, compression="zstd", compression_level=19)

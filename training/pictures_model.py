@@ -181,9 +181,9 @@ def see(processor: Idefics3Processor, pictures: Iterable[Image.Image]) -> Tensor
     return pixels
 
 
-def wordings(asked: Question, text: str) -> str:
+def wording(question: Question, text: str) -> str:
     """Return what stands behind the picture in the user's message: a text, if there is one, and the question."""
-    return f"{text}{text_of(asked)}"
+    return f"{text}{text_of(question)}".lstrip()
 
 
 def chat(processor: Idefics3Processor, text: str) -> str:
@@ -210,8 +210,7 @@ def draw_batch(processor: Idefics3Processor, rng: Random) -> Batch:
     shown = processor.replace_image_token({"rows": [[0]], "cols": [[0]]}, 0)
     texts = []
     for each in asked:
-        text = wordings(each.question, caption(rng))
-        texts.append(chat(processor, text.lstrip() if rng.random() < 0.5 else text).replace(IMAGE, shown))
+        texts.append(chat(processor, wording(each.question, caption(rng))).replace(IMAGE, shown))
     found = processor.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     answers = processor.tokenizer([f" {each.answer}" for each in asked], return_tensors="pt")["input_ids"]
     ends = found["attention_mask"].sum(dim=1) - 1
@@ -317,7 +316,7 @@ def probabilities(
     model: Any, processor: Any, image: Image.Image, question: Question, text: str = ""
 ) -> dict[str, float]:
     """Return the probability of each answer among all tokens, from one plain forward pass of transformers."""
-    prompt = chat(processor, wordings(question, text))
+    prompt = chat(processor, wording(question, text))
     logits = model(**processor(text=prompt, images=[image], return_tensors="pt")).logits[0, -1]
     shares = logits.float().softmax(dim=-1)
     tokens = [processor.tokenizer(f" {name}", add_special_tokens=False)["input_ids"] for name in question.names]
