@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking, by_labels
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
+from prefillcli.errors import UsageError
+from prefillcli.images.fetching import fetch
+from prefillcli.images.reading import read_images
+from prefillcli.options.combinations import reads_images
 from prefillcli.options.judging import truth_by_question
 from prefillcli.options.settings import JobSettings
 from prefillcli.prompts.builder import PromptBuilder
+from prefillcli.prompts.images import ImagePlaces, PromptImages
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.settings import PromptSettings, RowColumns
 from prefillcli.prompts.templates import RowTemplate
@@ -105,6 +112,7 @@ class OpenRows:
             carried=self.carried,
             optional=builder.optional,
             requests=self.asking.requests,
+            files=builder.image_columns,
             max_row_bytes=builder.max_row_bytes,
         )
 
@@ -131,7 +139,42 @@ class OpenRows:
             encoder=files.encoder,
             pair_column=self.settings.pairs.pair_column,
             sections=self.settings.rationales.evidence,
+            images=self._images(opened),
         )
+
+    def _images(self, opened: Opened) -> PromptImages | None:
+        # What reads the images of rows: those of columns, or those in chats and requests where the model sees any.
+        # Raises UsageError for a column of images that the model cannot read.
+        given, model = self.settings.images, opened.images
+        if given.image_column:
+            _require_sight(opened)
+            model.processing  # noqa: B018 - which raises UsageError before any row is read
+        elif not model.sees or not reads_images(self.settings):
+            return None
+        root = given.image_root or _folder_of(self.source.paths)
+        read = partial(
+            read_images, root=root, max_pixels=given.max_image_pixels, fetch=fetch if given.allow_urls else None
+        )
+        places = ImagePlaces(lambda: model.processing, opened.image_numbers, model.identity)
+        return PromptImages(given.image_column, read, places)
+
+
+def _require_sight(opened: Opened) -> None:
+    # Raise UsageError for a model that is asked in a way which has no place for images.
+    blind = {
+        "is an encoder, which reads texts": opened.files.encoder,
+        "is read by its classification head, of texts": opened.files.head is not None,
+        "asks in a layout of its own, about texts (--layout generic asks it like any other)": opened.layout
+        is not None,
+    }
+    for what, holds in blind.items():
+        if holds:
+            raise UsageError(f"--image-column: the model {what}\nleave it out, or take another model")
+
+
+def _folder_of(paths: Sequence[str]) -> str | None:
+    # The folder from which paths in rows start; None where no file of rows is on this machine.
+    return None if not paths or "://" in paths[0] else os.path.dirname(paths[0]) or "."
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,12 @@ class TableScorer:
             builder = inputs.rows.make_builder(inputs.opened, inputs.labels, table.available)
             self._told = tell_way(inputs.settings, builder, self._told)
             self._usual = usual
-        table.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
+        table.select(
+            columns=builder.needed,
+            optional=builder.optional,
+            files=builder.image_columns,
+            max_row_bytes=builder.max_row_bytes,
+        )
         rows = replace(inputs.rows, source=cast("Source", table))
         self._inputs = replace(inputs, rows=rows, builder=builder)
         if usual != before and self._parts.heads is not None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefillcli.errors import UsageError
+from prefillcli.models.files import read_json
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.multimodal import read_config
+from prefillcli.rows.proof import hash_value
 from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from prefillcli.models.vision import VisionTower
 
 _opening = threading.RLock()
+_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,25 @@ class ModelImages:
         self._check()
         with _opening:
             return _processing(self.files.path, self.max_pixels, self.min_pixels)
+
+    @property
+    def sees(self) -> bool:
+        """Whether its files may hold what reads images."""
+        return self.files.gguf is None and self.files.part_of is not None
+
+    @property
+    def identity(self) -> str:
+        """Digest of the files that say how images are prepared."""
+        found = [self.files.path / name for name in _FILES]
+        return hash_value([[each.name, each.read_text("utf-8", "replace")] for each in found if each.is_file()])
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template that stands beside the processor, and not among the tokenizer's files; None: there is
+        none."""
+        file = self.files.path / "chat_template.json"
+        found = read_json(file) if self.sees and file.is_file() else None
+        return found.get("chat_template") if isinstance(found, dict) else None
 
     def load_tower(self, device: torch.device, batch_bytes: int) -> VisionTower:
         """Load the vision tower, whose batches take at most `batch_bytes`. Raises UsageError."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.images.numbers import FeatureNumbers
 from prefillcli.models.decision_models import read_layout, read_temperatures, require_alike, require_layout
 from prefillcli.models.files import (
     check_config,
@@ -102,6 +103,8 @@ class Opened:
     """The most and the fewest pixels of an image as the model's processor prepares it, where these are not its own."""
     images_asked: bool = False
     """Whether a column of the rows has images."""
+    image_numbers: FeatureNumbers = field(default_factory=FeatureNumbers, compare=False)
+    """The numbers of images in prompts, whoever builds them."""
 
     @property
     def images(self) -> ModelImages:
@@ -283,6 +286,8 @@ def open_models(settings: JobSettings, dtypes: Sequence[str] = ()) -> Opened:
         image_bounds=(seen.max_pixels, seen.min_pixels),
         images_asked=bool(seen.image_column),
     )
+    if (template := opened.images.chat_template) and (opened.images_asked or not tokenizer.chat_template):
+        tokenizer.chat_template = template
     if lm.layout == "generic":
         return opened
     if layout is not None:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from prefillcli.errors import UsageError
+from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import Settings, as_typed
 from prefillcli.options.settings import JobSettings
 
@@ -54,6 +55,12 @@ def refuse_combinations(settings: JobSettings) -> None:
         if each.holds(settings):
             said = each.message(type(settings))
             raise UsageError(said.replace("--questions", "--ask") if settings.asking.asks_once else said)
+
+
+def reads_images(settings: JobSettings) -> bool:
+    """Return whether images in chats and requests are read with these settings; else their rows are errors."""
+    sees = "images" in ENGINES[settings.engine.engine].can
+    return sees and not any(given(settings, option) for option in _BLIND)
 
 
 def _parted(text: OptionText) -> tuple[str, str]:
@@ -110,6 +117,18 @@ _EXITS = ("--exit", "--first", "--compute")
 _LEARNT = ("--exit", "--first", "--max-flips")
 _BOUNDED = (*_LEARNT, "--compute")
 _RARE = ("--recall", "--precision")
+# What is not done with prompts that have images.
+_BLIND = {
+    **dict.fromkeys(("--draft", "--keep"), "the tokens of an image are read together"),
+    **dict.fromkeys(("--first", "--compute", *_RARE), "the models that read first read texts alone"),
+    **dict.fromkeys(("--adapter", "--adapter-column"), "the part of the model that sees has no adapters"),
+    "--max-flips": "the models that read first read texts alone",
+    "--rationale": "texts are written after prompts of text alone",
+    "--evidence": "sections of texts are weighed, and no images",
+    "--target-column": "the likelihood of a text is read after prompts of text alone",
+    "--calibrate-with": "no image is without content",
+    "--pair-column": "an encoder reads pairs of texts",
+}
 
 REFUSED: tuple[Refused, ...] = (
     # Rows and files.
@@ -314,6 +333,8 @@ REFUSED: tuple[Refused, ...] = (
         "the text written for a row is not bitwise reproducible across row positions",
         "leave one of them out; --evidence is covered",
     ),
+    # Images.
+    *(each for option, why in _BLIND.items() for each in _refused("--image-column", option, why)),
     # Heads of one's own.
     *_refused(
         "--head",

@@ -11,6 +11,7 @@ import numpy as np
 
 from prefillcli.errors import counted
 from prefillcli.images.image import FEATURE, FIRST_FEATURE, ImageError, ImageLayout, PlacedImage, RowImage
+from prefillcli.images.numbers import FeatureNumbers
 from prefillcli.rows.records import ErrorCode, RowError
 from prefillcli.stats.arrays import Int32Array
 
@@ -30,13 +31,6 @@ class Processing(Protocol):
         """Return the tokens of an image of this size."""
 
 
-class Numbering(Protocol):
-    """What gives each distinct image of a job its numbers: see `images/numbers.py`."""
-
-    def placed(self, image: RowImage, features: int, several: bool) -> PlacedImage:
-        """Return the image with the numbers of its features, the same ones for an equal image."""
-
-
 class PlacedTokens(NamedTuple):
     """The tokens of a prompt with its images, int32 [tokens], their positions where they are not 0, 1, 2, ..., and how
     many of the tokens stand for images."""
@@ -54,7 +48,7 @@ class ImagePlaces:
     share it.
     """
 
-    def __init__(self, open_processing: Callable[[], Processing], numbers: Numbering, identity: str = "") -> None:
+    def __init__(self, open_processing: Callable[[], Processing], numbers: FeatureNumbers, identity: str = "") -> None:
         self._open = open_processing
         self._numbers = numbers
         self._lock = threading.RLock()
@@ -86,10 +80,6 @@ class ImagePlaces:
         with self._lock:
             return self.processing.layout(image.width, image.height, several)
 
-    def offsets(self, placed: PlacedImage) -> Int32Array | None:
-        """The positions of an image's features, as `ImageLayout.offsets`."""
-        return self.layout(placed.image, several=placed.several).offsets
-
     def put(self, tokens: Int32Array, images: Sequence[RowImage]) -> PlacedTokens | RowError:
         """The tokens of a prompt with these images where placeholders stand, one for each, in their order."""
         places = np.flatnonzero(tokens == self.processing.placeholder)
@@ -100,7 +90,10 @@ class ImagePlaces:
             layouts = [self.layout(image, several=several) for image in images]
         except ImageError as error:
             return RowError(ErrorCode.INVALID_IMAGE, str(error))
-        placed = tuple(self._placed(image, layout, several) for image, layout in zip(images, layouts, strict=True))
+        placed = tuple(
+            self._numbers.place(image, layout.features, several=several)
+            for image, layout in zip(images, layouts, strict=True)
+        )
         pieces: list[Int32Array] = []
         at = 0
         for place, layout, own in zip(places.tolist(), layouts, placed, strict=True):
@@ -108,10 +101,6 @@ class ImagePlaces:
             at = place + 1
         whole = np.concatenate([*pieces, tokens[at:]]).astype(np.int32)
         return PlacedTokens(whole, placed, _positions(whole, placed, layouts), sum(len(e.tokens) for e in layouts))
-
-    def _placed(self, image: RowImage, layout: ImageLayout, several: bool) -> PlacedImage:
-        with self._lock:
-            return self._numbers.placed(image, layout.features, several)
 
 
 def _unlike(places: int, images: int) -> str:

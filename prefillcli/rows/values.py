@@ -38,6 +38,14 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
         return _one_by_one(array, _scalar, " of a nested text")
 
 
+def raw_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
+    """Return the same, but bytes as they are: those of files, not of texts."""
+    kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
+    if pa.types.is_binary(kind) or kind in (pa.large_binary(), pa.binary_view()):
+        return array.to_pylist(), {}
+    return python_values(array)
+
+
 def without_nulls(value: Any) -> Any:
     """Return a value whose objects lack the keys that have a null, at every depth.
 

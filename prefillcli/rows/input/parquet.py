@@ -191,7 +191,13 @@ class ParquetInput:
         return True
 
     def batches(
-        self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection, most_rows: int
+        self,
+        first_row: int,
+        columns: Sequence[str],
+        carried: pa.Schema,
+        selection: Selection,
+        most_rows: int,
+        files: frozenset[str] = frozenset(),
     ) -> Iterator[RowBatch]:
         """Yield the selected rows, where the file's first row has the number `first_row`, at most `most_rows` at a
         time.
@@ -209,7 +215,7 @@ class ParquetInput:
                 continue
             end = start + size
             for piece in groups.read(number):
-                yield from row_batches(piece, start, columns, carried, selection, self.max_row_bytes, most_rows)
+                yield from row_batches(piece, start, columns, carried, selection, self.max_row_bytes, most_rows, files)
                 start += piece.num_rows
                 if selection.end is not None and start >= selection.end:
                     return
@@ -374,7 +380,7 @@ class ParquetFiles:
                 return
             self.starts.append(start)
             names = [name for name in choice.columns_and_optional if name in file.schema.names]
-            for batch in file.batches(start, names, own, selection, most_rows):
+            for batch in file.batches(start, names, own, selection, most_rows, choice.files):
                 if keys:
                     _add_partition(batch, self._partitions.values[number], choice)
                 yield batch

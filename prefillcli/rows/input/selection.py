@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from prefillcli.errors import UsageError
 from prefillcli.rows.records import ErrorCode, RowBatch, RowError, row_too_large
-from prefillcli.rows.values import plain_column, python_values, row_bytes, with_nulls, without_nulls
+from prefillcli.rows.values import plain_column, python_values, raw_values, row_bytes, with_nulls, without_nulls
 from prefillcli.stats.arrays import Int64Array
 
 BATCH_ROWS = 2048  # rows of a batch, at most
@@ -78,6 +78,8 @@ class ColumnChoice:
     carried: pa.Schema  # id and kept columns; from JSON Lines every one is a string that holds JSON
     # Those of JSON Lines in which a number that is not finite makes the row an invalid request; elsewhere it is null.
     requests: tuple[str, ...] = ()
+    # Those of the columns that may hold files, whose bytes are no text.
+    files: frozenset[str] = frozenset()
 
     @property
     def columns_and_optional(self) -> tuple[str, ...]:
@@ -115,11 +117,12 @@ def row_batches(
     selection: Selection,
     max_row_bytes: int,
     most_rows: int,
+    files: frozenset[str] = frozenset(),
 ) -> Iterator[RowBatch]:
     """Yield the selected rows of `piece`, whose first row has the number `start`, in batches of about `BATCH_BYTES`.
 
-    `columns` become Python values, those of the schema `carried` stay in Arrow. Rows of more than `max_row_bytes` are
-    error rows.
+    `columns` become Python values, those that may hold `files` with bytes as they are; those of the schema `carried`
+    stay in Arrow. Rows of more than `max_row_bytes` are error rows.
     """
     rows = selection.within(start, start + piece.num_rows)
     if len(rows) == 0:
@@ -134,7 +137,8 @@ def row_batches(
         before = int(ends[at - 1]) if at else 0
         stop = max(at + 1, int(np.searchsorted(ends, before + BATCH_BYTES, "right")))
         stop = min(stop, at + most_rows, len(rows))
-        batch = _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before)
+        nbytes = int(ends[stop - 1]) - before
+        batch = _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, nbytes, files)
         batch.errors |= {row: error for row, error in errors.items() if rows[at] <= row <= rows[stop - 1]}
         yield batch
         at = stop
@@ -158,7 +162,12 @@ def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.Record
 
 
 def _row_batch(
-    piece: pa.RecordBatch, rows: Int64Array, columns: Sequence[str], carried: pa.Schema, nbytes: int
+    piece: pa.RecordBatch,
+    rows: Int64Array,
+    columns: Sequence[str],
+    carried: pa.Schema,
+    nbytes: int,
+    files: frozenset[str],
 ) -> RowBatch:
     errors: dict[int, RowError] = {}
 
@@ -168,7 +177,7 @@ def _row_batch(
 
     values: dict[str, list[Any]] = {}
     for name in columns:
-        found, bad = python_values(piece.column(name))
+        found, bad = (raw_values if name in files else python_values)(piece.column(name))
         values[name] = list(map(without_nulls, found))
         note(name, bad)
     kept = []

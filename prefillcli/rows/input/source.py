@@ -111,18 +111,20 @@ class Source:
         carried: Sequence[str],
         optional: Sequence[str] = (),
         requests: Sequence[str] = (),
+        files: Sequence[str] = (),
         max_row_bytes: int = MAX_ROW_BYTES,
     ) -> Source:
         """Set the columns to read. Raises UsageError naming the first one that is missing.
 
         `optional` ones are read where they exist: on some lines, in some files. `requests` are those that hold
-        requests, whose numbers must be finite. A row of more than `max_row_bytes` becomes an error row.
+        requests, whose numbers must be finite; `files` are those whose bytes are files and no texts. A row of more
+        than `max_row_bytes` becomes an error row.
         """
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
         self._refuse_named_twice([name for name in (*columns, *carried, *optional) if name in self.partition_keys])
         schema = self._files.carried_schema(columns, carried, optional, max_row_bytes)
         others = tuple(name for name in optional if name not in columns)
-        self._choice = ColumnChoice(columns, others, schema, tuple(requests))
+        self._choice = ColumnChoice(columns, others, schema, tuple(requests), frozenset(files))
         return self
 
     @property
@@ -246,12 +248,14 @@ class TableRows:
     kind = "parquet"
     carried_schema = pa.schema([])
     partition_keys: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
     def __init__(self, table: pa.Table, bad: Mapping[int, str] = MappingProxyType({})) -> None:
         self._bad = bad
         self.available: tuple[str, ...] = tuple(table.column_names)
         self._table = table
         self._columns: tuple[str, ...] = ()
+        self._holding_files: frozenset[str] = frozenset()
         self._max_row_bytes = MAX_ROW_BYTES
 
     def select(
@@ -260,12 +264,14 @@ class TableRows:
         columns: Sequence[str],
         carried: Sequence[str] = (),
         optional: Sequence[str] = (),
+        files: Sequence[str] = (),
         max_row_bytes: int = MAX_ROW_BYTES,
     ) -> TableRows:
         """Set the columns to read, as `Source.select`. Raises UsageError naming the first one that is missing."""
         require_columns([*columns, *carried], self.available, "the table", optional)
         found = [name for name in optional if name in self.available]
         self._columns, self._max_row_bytes = tuple(dict.fromkeys([*columns, *found])), max_row_bytes
+        self._holding_files = frozenset(files)
         return self
 
     def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
@@ -273,7 +279,14 @@ class TableRows:
         start, none = 0, pa.schema([])
         for piece in self._pieces():
             found = row_batches(
-                piece, start, self._columns, none, Selection(), self._max_row_bytes, min(most_rows, BATCH_ROWS)
+                piece,
+                start,
+                self._columns,
+                none,
+                Selection(),
+                self._max_row_bytes,
+                min(most_rows, BATCH_ROWS),
+                self._holding_files,
             )
             for batch in found:
                 for name, values in batch.columns.items():
