@@ -22,7 +22,7 @@ class FeatureNumbers:
         self._given = 0
         self._lock = threading.Lock()
 
-    def place(self, image: RowImage, features: int, *, several: bool = False) -> PlacedImage:
+    def placed(self, image: RowImage, features: int, several: bool = False) -> PlacedImage:
         """Return the image with numbers for that many features, those that it has already where it is remembered."""
         key = image.key, features, several
         with self._lock:

@@ -17,23 +17,23 @@ def image(name: int) -> RowImage:
 
 def test_an_image_has_its_numbers_again_and_others_have_their_own() -> None:
     numbers = FeatureNumbers()
-    first, second = numbers.place(image(1), 10), numbers.place(image(2), 5)
+    first, second = numbers.placed(image(1), 10), numbers.placed(image(2), 5)
     assert (first.first, second.first) == (FIRST_FEATURE, FIRST_FEATURE + 10)
-    assert numbers.place(image(1), 10) == first
-    several = numbers.place(image(1), 40, several=True)
+    assert numbers.placed(image(1), 10) == first
+    several = numbers.placed(image(1), 40, several=True)
     assert (several.first, several.features, several.several) == (FIRST_FEATURE + 15, 40, True)
-    assert numbers.place(image(1), 10) == first
+    assert numbers.placed(image(1), 10) == first
     assert first.image.data == b"1"
 
 
 def test_the_images_that_were_placed_last_are_remembered() -> None:
     numbers = FeatureNumbers(2)
-    one = numbers.place(image(1), 1)
-    numbers.place(image(2), 1)
-    assert numbers.place(image(1), 1) == one  # and so it is later than the second one
-    numbers.place(image(3), 1)
-    assert numbers.place(image(1), 1) == one
-    assert numbers.place(image(2), 1).first == FIRST_FEATURE + 3
+    one = numbers.placed(image(1), 1)
+    numbers.placed(image(2), 1)
+    assert numbers.placed(image(1), 1) == one  # and so it is later than the second one
+    numbers.placed(image(3), 1)
+    assert numbers.placed(image(1), 1) == one
+    assert numbers.placed(image(2), 1).first == FIRST_FEATURE + 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), max_size=200), st.integers(1, 20))
@@ -42,7 +42,7 @@ def test_images_near_one_another_never_share_a_number(asked: list[tuple[int, int
     owners: dict[int, tuple[int, int]] = {}  # of each number, since the last time
     seen: list[tuple[tuple[int, int], range]] = []
     for name, features in asked:
-        placed = numbers.place(image(name), features)
+        placed = numbers.placed(image(name), features)
         own = range(placed.first, placed.first + features)
         assert own[0] >= 100
         assert own[-1] <= 163
@@ -55,14 +55,14 @@ def test_images_near_one_another_never_share_a_number(asked: list[tuple[int, int
 
 def test_numbers_stay_in_32_bits() -> None:
     numbers = FeatureNumbers()
-    numbers.place(image(0), LAST_FEATURE - FIRST_FEATURE - 3)
-    assert numbers.place(image(1), 4).first == LAST_FEATURE - 3
-    assert numbers.place(image(2), 4).first == FIRST_FEATURE
+    numbers.placed(image(0), LAST_FEATURE - FIRST_FEATURE - 3)
+    assert numbers.placed(image(1), 4).first == LAST_FEATURE - 3
+    assert numbers.placed(image(2), 4).first == FIRST_FEATURE
 
 
 def test_threads_agree_about_every_image() -> None:
     numbers = FeatureNumbers()
     with ThreadPoolExecutor(8) as pool:
-        placed = list(pool.map(lambda name: numbers.place(image(name % 50), 3), range(5000)))
+        placed = list(pool.map(lambda name: numbers.placed(image(name % 50), 3), range(5000)))
     assert len({each.first for each in placed}) == 50
     assert all(placed[at].first == placed[at % 50].first for at in range(5000))
