@@ -249,11 +249,6 @@ class ForestAttention:
         if shift:
             shift.include(query=query)
         out, lse = self.compute(query, key, value, scoring)
-        if isinstance(self._computed, Chunk):
-            for start, end in self._computed.both_ways:
-                run = slice(start, end)
-                own = query[:, :, run], key[:, :, run], value[:, :, run]
-                _attend_both_ways(out[:, :, run], lse[:, :, run], *own, scoring, shift)
         sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if sinks is not None:
             lse = lse + shift.taken(query) if shift else lse
@@ -272,6 +267,15 @@ class ForestAttention:
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Attention of a call's queries: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
+        out, lse = self._compute_one_way(query, key, value, scoring)
+        if isinstance(self._computed, Chunk):
+            for start, end in self._computed.both_ways:
+                run = slice(start, end)
+                own = query[:, :, run], key[:, :, run], value[:, :, run]
+                _attend_both_ways(out[:, :, run], lse[:, :, run], *own, scoring, self.shift)
+        return out, lse
+
+    def _compute_one_way(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         computed = self._computed
         if self._attend is not None:
             return self._attend(computed, query, *self.keys_values, scoring)
