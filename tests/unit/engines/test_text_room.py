@@ -27,7 +27,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened_of(device: str = "cpu"):
     files = SimpleNamespace(head=None, config=LLAMA_8B, dtype=torch.bfloat16)
-    return SimpleNamespace(files=files, device=torch.device(device))
+    return SimpleNamespace(files=files, device=torch.device(device), images_asked=False)
 
 
 def plan(memory: str, *, text_tokens: int = TEXT, device: str = "cpu", prefix_kv="auto", **given):
