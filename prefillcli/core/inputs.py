@@ -23,6 +23,8 @@ from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.settings import PromptSettings, RowColumns
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.prompts.thinking import ChatChoices
+from prefillcli.rows.filesystems import is_url, split_path
+from prefillcli.rows.input.image_files import read_image_file
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import Group
@@ -144,16 +146,22 @@ class OpenRows:
 
     def _images(self, opened: Opened) -> PromptImages | None:
         # What reads the images of rows: those of columns, or those in chats and requests where the model sees any.
-        # Raises UsageError for a column of images that the model cannot read.
+        # Raises UsageError for a column of images that the model cannot read, and for a folder that there is not.
         given, model = self.settings.images, opened.images
         if given.image_column:
             _require_sight(opened)
             model.processing  # noqa: B018 - which raises UsageError before any row is read
         elif not model.sees or not reads_images(self.settings):
             return None
-        root = given.image_root or _folder_of(self.source.paths)
+        root = given.image_root
+        if root is not None and not is_url(root) and not os.path.isdir(os.path.expanduser(root)):
+            raise UsageError(f"--image-root {root}: no such folder")
         read = partial(
-            read_images, root=root, max_pixels=given.max_image_pixels, fetch=fetch if given.allow_urls else None
+            read_images,
+            root=root or _folder_of(self.source.paths),
+            max_pixels=given.max_image_pixels,
+            fetch=fetch if given.allow_urls else None,
+            read_file=read_image_file,
         )
         places = ImagePlaces(lambda: model.processing, opened.image_numbers, model.identity)
         return PromptImages(given.image_column, read, places)
@@ -173,8 +181,8 @@ def _require_sight(opened: Opened) -> None:
 
 
 def _folder_of(paths: Sequence[str]) -> str | None:
-    # The folder from which paths in rows start; None where no file of rows is on this machine.
-    return None if not paths or "://" in paths[0] else os.path.dirname(paths[0]) or "."
+    # The folder from which paths in rows start; None for rows from a pipe or a web server.
+    return split_path(paths[0])[0] if paths and not paths[0].startswith(("http://", "https://")) else None
 
 
 @dataclass(frozen=True)

@@ -381,7 +381,7 @@ class ImageOptions(Options):
     )  # fmt: skip
     image_root: str | None = option(
         None,
-        "Folder that paths of images start from and may not leave. (default: that of the row's file)",
+        "Folder or URL that paths of images start from and may not leave. (default: the folder of the first INPUT)",
         PROMPTS, changes="scores", metavar="FOLDER", path="images", needs="images",
     )  # fmt: skip
     allow_urls: bool = option(
