@@ -53,18 +53,17 @@ def image_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def image_traits(config: PreTrainedConfig) -> ImageTraits:
     """Return how the model of this configuration reads images. Raises like `image_class`."""
     kind = image_class(config)
-    feature: int = config.image_token_id
-    text = config.get_text_config(decoder=True)
-    # Gemma's per-layer inputs of a feature are those of the padding token.
-    per_layer = getattr(text, "hidden_size_per_layer_input", 0)
-    stand_in = text.pad_token_id if per_layer and text.pad_token_id is not None else feature
-    deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    text: Any = config.get_text_config(decoder=True)
+    # What a layer of Gemma 4 takes of each token besides the hidden states is of the padding token at a feature.
+    padded = getattr(text, "hidden_size_per_layer_input", 0) and text.pad_token_id is not None
+    in_windows = getattr(text, "use_bidirectional_attention", None) == "vision"
     return ImageTraits(
-        feature=feature,
-        stand_in=stand_in,
-        axes=3 if _has_axes(kind) else 1,
-        both_ways=_both_ways(config, text),
-        added_layers=len(deep or ()),
+        feature=config.image_token_id,
+        stand_in=text.pad_token_id if padded else config.image_token_id,
+        axes=3 if hasattr(_base_class(kind), "get_rope_index") else 1,
+        both_ways=in_windows or config.model_type == "gemma3",
+        added_layers=len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ()),
+        in_windows=in_windows,
     )
 
 
@@ -72,17 +71,7 @@ def _base_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # The class of the model without its head, which has the family's own `get_rope_index`.
     module = sys.modules[kind.__module__]
     base = getattr(module, kind.__name__.replace("ForConditionalGeneration", "Model"), kind)
-    return base  # type: ignore[no-any-return]
-
-
-def _has_axes(kind: type[PreTrainedModel]) -> bool:
-    return hasattr(_base_class(kind), "get_rope_index")
-
-
-def _both_ways(config: PreTrainedConfig, text: PreTrainedConfig) -> bool:
-    if config.model_type in ("gemma3", "shieldgemma2"):
-        return True
-    return getattr(text, "use_bidirectional_attention", None) == "vision"
+    return base
 
 
 class ImageProcessing:
@@ -90,6 +79,7 @@ class ImageProcessing:
 
     `placeholder` is the token id that a rendered chat has where an image stands, one for each image; `written` is its
     text, and `around` is text that must be written before and after it, so that it is tokenised with its neighbours.
+    `traits` says how the text model takes the features.
     """
 
     def __init__(self, processor: Any, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
@@ -181,15 +171,14 @@ class ImageProcessing:
                 self._processor(
                     images=[[image] * count],
                     text=[self.written * count],
-                    return_tensors="pt",
-                    add_special_tokens=False,
-                    **self._settings,
-                    **settings,
+                    text_kwargs={"add_special_tokens": False},
+                    images_kwargs={"return_tensors": "pt", **self._settings, **settings},
                 )
             )
         except (ValueError, ZeroDivisionError, SystemError) as error:
             said = " ".join(str(error).split()).rstrip(".")
             raise ImageError(f"an image of {image.width}x{image.height} pixels cannot be processed: {said}") from None
+        made |= {name: torch.as_tensor(each) for name, each in made.items() if name in _OF_TEXT}
         if several:
             own = made["input_ids"].shape[1] // 2
             made = {
@@ -222,7 +211,7 @@ def _blank(width: int, height: int) -> Image:
 def _bare_model(config: PreTrainedConfig) -> Any:
     # The family's `get_rope_index` reads the configuration and no module: none is built.
     kind = _base_class(image_class(config))
-    model = kind.__new__(kind)
+    model: Any = object.__new__(kind)
     nn.Module.__init__(model)
     model.config = config
     return model
@@ -232,11 +221,8 @@ def _open_processor(folder: Path, config: PreTrainedConfig) -> Any:
     # AutoProcessor opens a processor's parts for videos and sound too, for which it needs torchvision. They are not
     # used here: they are left out.
     family = config.model_type
-    name = PROCESSOR_MAPPING_NAMES.get(family)
-    if name is None:
-        raise UnsupportedModelError(f"{family} is not read with images: transformers has no processor for it")
     try:
-        kind = getattr(transformers, name)
+        kind = processor_class(family)
         attributes = kind.get_attributes()
         images = AutoImageProcessor.from_pretrained(folder, backend="pil", config=config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -252,6 +238,32 @@ def _open_processor(folder: Path, config: PreTrainedConfig) -> Any:
         ) from None
 
 
+def processor_class(family: str) -> Any:
+    """Return transformers' class of a model type's processor, also where it wants torchvision without using it.
+
+    Raises UnsupportedModelError where there is none, and ImportError where it does use torchvision.
+    """
+    # Some processors' modules import from the module of images for torchvision what that for Pillow has too.
+    name = PROCESSOR_MAPPING_NAMES.get(family)
+    if name is None:
+        raise UnsupportedModelError(f"{family} is not read with images: transformers has no processor for it")
+    with contextlib.suppress(ImportError):
+        kind = getattr(transformers, name)
+        if not getattr(kind, "is_dummy", False):
+            return kind
+    for owner in (owner for owner, own in PROCESSOR_MAPPING_NAMES.items() if own == name):
+        place = f"transformers.models.{owner}"
+        for_torchvision = f"{place}.image_processing_{owner}"
+        with contextlib.suppress(ImportError):
+            for_pillow = importlib.import_module(f"{place}.image_processing_pil_{owner}")
+            sys.modules[for_torchvision] = for_pillow
+            try:
+                return getattr(importlib.import_module(f"{place}.processing_{owner}"), name)
+            finally:
+                del sys.modules[for_torchvision]
+    raise ImportError(f"{name} needs torchvision")
+
+
 def _lenient(kind: Any) -> Any:
     def check(self: Any, argument_name: str, argument: Any) -> Any:
         return None if argument is None else kind.check_argument_for_proper_class(self, argument_name, argument)
@@ -262,7 +274,7 @@ def _lenient(kind: Any) -> Any:
 @contextlib.contextmanager
 def _without_number_words(kind: Any) -> Iterator[None]:
     # SmolVLM's processor wants a package that writes numbers as words, for videos alone.
-    module = importlib.import_module(kind.__module__)
+    module: Any = importlib.import_module(kind.__module__)
     missing = getattr(module, "num2words", str) is None
     if missing:
         module.num2words = str

@@ -27,7 +27,7 @@ BATCH_BYTES = 1 << 30
 class VisionTower:
     """The part of a model that makes features of images, with the model's own `get_image_features`.
 
-    `traits` says how the text model reads them.
+    `traits` says how the text model takes them.
     """
 
     def __init__(self, model: Any, processing: ImageProcessing, batch_bytes: int = BATCH_BYTES) -> None:
@@ -46,9 +46,11 @@ class VisionTower:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        attention: str | None = None,
         batch_bytes: int = BATCH_BYTES,
     ) -> VisionTower:
-        """Load the weights beside the text model of a checkpoint, and no others.
+        """Load the weights beside the text model of a checkpoint, and no others. `attention` is how the tower attends,
+        None: as transformers chooses.
 
         Raises UnsupportedModelError for models that are not read with images, for quantised checkpoints and for
         files that lack weights of the tower.
@@ -64,7 +66,9 @@ class VisionTower:
             if getattr(whole, sound, None) is not None:
                 setattr(whole, sound, None)
         with _quiet():
-            model, info = kind.from_pretrained(folder, config=whole, dtype=dtype, output_loading_info=True)
+            model, info = kind.from_pretrained(
+                folder, config=whole, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
         lacking = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
         if lacking:
             raise UnsupportedModelError(
@@ -132,6 +136,9 @@ class VisionTower:
         return int(numbers * self._model.dtype.itemsize) + 2 * pixels.nbytes
 
     def _encode(self, inputs: dict[str, Tensor], counts: list[int]) -> list[Tensor]:
+        if sum(counts) == 1:  # Mistral 3 takes a single feature for no list of features
+            twice = {name: torch.cat([each, each]) for name, each in inputs.items()}
+            return self._encode(twice, [1, 1])[:1]
         device, dtype = self._model.device, self._model.dtype
         given = {name: each.to(device, dtype if each.is_floating_point() else None) for name, each in inputs.items()}
         with torch.inference_mode():
@@ -142,10 +149,9 @@ class VisionTower:
             ]
         if len(layers) != 1 + self.traits.added_layers:
             raise ValueError(
-                f"{self._model.config.model_type} gives features for {len(layers)} places, not"
-                f" {1 + self.traits.added_layers}"
+                f"{self._model.config.model_type} gives features for {len(layers)} places, not {1 + self.traits.added_layers}"
             )
-        return list(torch.stack(layers).to(dtype).split(counts, dim=1))
+        return list(torch.split(torch.stack(layers).to(dtype), counts, dim=1))
 
 
 def open_image(data: bytes) -> Any:
