@@ -269,7 +269,7 @@ class ForestAttention:
         """Attention of a call's queries: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
         out, lse = self._compute_one_way(query, key, value, scoring)
         if isinstance(self._computed, Chunk):
-            for start, end in self._computed.both_ways:
+            for start, end in self._computed.both_ways(scoring.window):
                 run = slice(start, end)
                 own = query[:, :, run], key[:, :, run], value[:, :, run]
                 _attend_both_ways(out[:, :, run], lse[:, :, run], *own, scoring, self.shift)

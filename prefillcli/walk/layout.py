@@ -224,11 +224,13 @@ def made_once(tables: dict[Any, Any], at: Any, make: Callable[[], Made]) -> Made
 class Tree:
     """The nodes of a pack, as the layout needs them. Token numbers count the pack's own tokens.
 
-    The tokens of each run (start, end) in `both_ways` see one another whatever their order. A run lies in one node.
+    The tokens of each run (start, end) in `both_ways` see one another whatever their order; with `in_windows` only in
+    layers that attend within a window. A run lies in one node.
     """
 
-    def __init__(self, pack: Pack, both_ways: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, pack: Pack, both_ways: Sequence[tuple[int, int]] = (), *, in_windows: bool = False) -> None:
         self.both_ways = both_ways
+        self.in_windows = in_windows
         self.offsets = pack.offsets
         self.parents = pack.parents
         self.starts = pack.starts
@@ -315,10 +317,9 @@ class Chunk:
         """The depths, int64 [tokens]."""
         return made_once(self.tables, "depths", lambda: on_device(self.depths, self.device))
 
-    @property
-    def both_ways(self) -> list[tuple[int, int]]:
-        """The runs of the chunk's tokens that see one another both ways."""
-        runs = self.tree.both_ways
+    def both_ways(self, window: KeyWindow | None) -> list[tuple[int, int]]:
+        """The runs of the chunk's tokens that see one another both ways in a layer with this window."""
+        runs = () if self.tree.in_windows and window is None else self.tree.both_ways
         return [(a - self.start, b - self.start) for a, b in runs if self.start <= a < self.end]
 
     def view(self, window: KeyWindow | None) -> View:

@@ -201,7 +201,7 @@ class LayerWalk:
         reads stay."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         features = self._features(pack)
-        tree = Tree(pack, () if features is None else features.runs(tokens))
+        tree = _tree(pack, features, tokens)
         chunks = self._chunks(tree, len(tokens))
         hidden, calls = self._embed(tokens, chunks, features)
         done = done or LayersDone.none(pack)
@@ -347,7 +347,7 @@ class LayerWalk:
         at = torch.as_tensor(left.tokens)
         state.pack, state.nodes = left.pack, [state.nodes[node] for node in left.nodes]
         state.tokens = state.tokens[at]
-        state.tree = Tree(left.pack, () if state.features is None else state.features.runs(state.tokens))
+        state.tree = _tree(left.pack, state.features, state.tokens)
         buffers = CallBuffers(len(at))
         buffers.take_over(state.calls, at)
         state.chunks, state.calls = self._chunks(state.tree, len(at)), []
@@ -662,6 +662,12 @@ class ExitRule(Protocol):
         stream at their last tokens before and after the layer, [reads, hidden]. A read that is left out is decided:
         the rule does not see it again, and it gets no logits. A rule that returns all reads only looks on.
         """
+
+
+def _tree(pack: Pack, features: PackFeatures | None, tokens: Tensor) -> Tree:
+    if features is None:
+        return Tree(pack)
+    return Tree(pack, features.runs(tokens), in_windows=features.traits.in_windows)
 
 
 def _going(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
