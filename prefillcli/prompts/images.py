@@ -91,7 +91,7 @@ class ImagePlaces:
         except ImageError as error:
             return RowError(ErrorCode.INVALID_IMAGE, str(error))
         placed = tuple(
-            self._numbers.place(image, layout.features, several=several)
+            self._numbers.placed(image, layout.features, several=several)
             for image, layout in zip(images, layouts, strict=True)
         )
         pieces: list[Int32Array] = []
