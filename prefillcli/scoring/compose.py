@@ -183,6 +183,6 @@ def _follow_ups(
 
 # All judges: what they find is computed anew for an output merged from shards, where it can be.
 JUDGES: tuple[type[Judge], ...] = (
-    *(LikelihoodJudge, QuestionJudge, RationaleFollowUp, Earlier, Calibrating, Compress, Exits, Estimating),
+    *(LikelihoodJudge, QuestionJudge, RationaleFollowUp, Earlier, Calibrating, Compress, Exits, Heads, Estimating),
     *(Evaluating, Rejects, Reviewing, AdapterJudge),
 )

@@ -297,6 +297,8 @@ class ScoreJob:
                 settled = sink.settled | {"max_error_rate": run.settings.files.max_error_rate}
                 if parts.evaluation is not None:
                     settled |= parts.evaluation.shard_plan()
+                if parts.heads is not None:
+                    settled |= parts.heads.shard_use()
                 sink.settle(settled)
             sink.finish(count)
         if parts.exits is not None:

@@ -452,6 +452,31 @@ def test_each_question_has_its_head_and_others_are_answered_by_the_model(deep: P
     assert read_report()["heads"]["read_layers"] == LAYERS
 
 
+def test_merged_shards_have_the_drift_of_all_their_rows(
+    deep: Path, fitted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    same, strange = rows(30, seed=4), rows(30, seed=5)
+    strange["prompt"] = ["dog " * 40 + each for each in strange["prompt"]]
+    every = {name: same[name] + strange[name] for name in same}
+    source = write_parquet("in.parquet", **every)
+    for shard in ("1/2", "2/2"):
+        score(source, "parts.parquet", shard=shard, model=deep, head=fitted)
+    head = head_file_at(str(fitted)).heads[0]
+    read = states_of(deep, every["prompt"])[head.layer]
+    features = (read - head.hidden.mean(axis=0)) / head.hidden.std(axis=0)
+    distance = (features.mean(axis=0) ** 2).mean() - 1 / len(features) - 1 / len(head.truth)
+    merge = {"output": "parts.parquet", "quiet": True}
+    capfd.readouterr()
+    for _ in range(2):  # what was merged before is told again
+        assert merge_job(load_settings(MergeSettings, merge, environment={}))["exit_code"] == 0
+        found = read_report("parts.run.json")["heads"]
+        own = found["questions"][""]
+        assert (found["read_layers"], own["compared"]) == (head.layer, 60)
+        assert own["shift"] == pytest.approx(distance**0.5, rel=1e-4)
+        assert ("not like those" in capfd.readouterr().err) == (distance**0.5 > 0.5)
+        assert own["spread"] == pytest.approx(np.median(features.std(axis=0)), rel=1e-4)
+
+
 def test_other_rows_are_told_and_can_fail_the_run(deep: Path, fitted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     same = write_parquet("same.parquet", **rows(60, seed=4))
     other = write_parquet("other.parquet", prompt=[f"{'Le renard ' * (n % 7 + 3)}{n}:" for n in range(60)])

@@ -22,6 +22,7 @@ from prefillcli.reading.exits.full_rows import FullRows
 from prefillcli.reading.heads.head import HEAD, FittedHead, HeadFile, HeadRule, head_file_at, moments
 from prefillcli.reading.heads.use import HeadUse, QuestionHead
 from prefillcli.rows.output.columns import added
+from prefillcli.rows.output.shards import SUMS
 from prefillcli.rows.proof import hash_value
 from prefillcli.runtime import log
 from prefillcli.stats.labels import Measure
@@ -37,15 +38,17 @@ if TYPE_CHECKING:
     from prefillcli.plan.pack import Pack
     from prefillcli.prompts.labels import Labels
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.destination import Manifest
     from prefillcli.rows.output.schema import OutputSchema
     from prefillcli.rows.records import Prompt, ScoredRow, Window
-    from prefillcli.stats.arrays import Float32Array
+    from prefillcli.stats.arrays import Float32Array, Float64Array
 
     Read = Callable[..., tuple[list[Request], int]]
 
 _FIT = "fit one for this job with prefill fit"
 
 
+USE = "head_use"  # the key in a shard's ledger of the use of its heads, which `prefill merge` reads
 LEDGER, FILE = "heads", "heads.json"  # in the ledger of a job, and in its work folder
 ADAPTED_ROWS = 300  # to take mean and scale of
 COMPARED_ROWS = 2_000  # of a question, at least: then no more is kept of rows
@@ -54,29 +57,35 @@ LEAST_ADAPTED = LEAST_COMPARED = 20  # rows: the features of one text go togethe
 
 
 class Features:
-    """Sums of the features that a head has read of rows."""
+    """The `sums` of the features that a head has read of rows: how many rows, of each feature, and of its square."""
 
-    def __init__(self, rule: HeadRule) -> None:
-        self.rows = 0
-        self._rule = rule
-        self._sum = np.zeros(len(rule.mean))
-        self._squares = np.zeros(len(rule.mean))
+    def __init__(self, sums: Float64Array) -> None:
+        self.sums = sums
 
-    def add(self, hidden: Float32Array) -> None:
-        """Add rows with these hidden states [rows, hidden]."""
-        features = self._rule.features(hidden)
-        self.rows += len(features)
-        self._sum += features.sum(axis=0)
-        self._squares += np.square(features).sum(axis=0)
+    @classmethod
+    def of(cls, rule: HeadRule) -> Features:
+        """Return those of no row yet."""
+        return cls(np.zeros(1 + 2 * len(rule.mean)))
 
-    def moved(self, fitted: int) -> tuple[float | None, float | None]:
-        """Return `shift` and `spread` of `QuestionHead`, for a head fitted to this many rows."""
-        if self.rows < LEAST_COMPARED:
-            return None, None
-        mean = self._sum / self.rows
-        by_chance = 1 / self.rows + 1 / fitted
+    @property
+    def rows(self) -> int:
+        return int(self.sums[0])
+
+    def add(self, features: Float64Array) -> None:
+        """Add rows with these features [rows, features]."""
+        of_squares = np.square(features).sum(axis=0)
+        self.sums += np.concatenate([[len(features)], features.sum(axis=0), of_squares])
+
+    def compared(self, head: QuestionHead) -> QuestionHead:
+        """Return what is told of a head that has read these features."""
+        rows = self.rows
+        if rows < LEAST_COMPARED:
+            return head.model_copy(update={"compared": rows, "shift": None, "spread": None})
+        mean, of_squares = np.split(self.sums[1:] / rows, 2)
+        by_chance = 1 / rows + 1 / head.fitted_rows
         shift = float(np.sqrt(max(np.square(mean).mean() - by_chance, 0.0)))
-        return shift, float(np.median(np.sqrt(np.maximum(self._squares / self.rows - np.square(mean), 0.0))))
+        spread = float(np.median(np.sqrt(np.maximum(of_squares - np.square(mean), 0.0))))
+        return head.model_copy(update={"compared": rows, "shift": shift, "spread": spread})
 
 
 class Heads(Reading, Judge):
@@ -177,7 +186,7 @@ class Heads(Reading, Judge):
     def _rule(self, head: FittedHead) -> HeadRule:
         rule = replace(head.rule(), peek=self._alone and head.layer == self._deepest)
         self._answering[rule.digest] = head, rule
-        self._features[rule.digest] = Features(rule)
+        self._features[rule.digest] = Features.of(rule)
         return rule
 
     @property
@@ -244,7 +253,7 @@ class Heads(Reading, Judge):
         """Compare what heads have read with their fit."""
         for digest, states in _by_head((requests[each.prompt], each) for each in answers if each.readings).items():
             if digest in self._features:
-                self._features[digest].add(states)
+                self._features[digest].add(self._answering[digest][1].features(states))
 
     def reading(self, read: Read | None) -> Read | None:
         """Return how prompts are read where heads are adapted, by how they are read otherwise."""
@@ -321,13 +330,22 @@ class Heads(Reading, Judge):
                 f"{self.shown}: no question of the requests of this run has the words that a head was fitted to: the "
                 "model itself has answered"
             )
-        for name, shift in use.shifted.items():
-            what = f" of {name}" if name else ""
-            log.warning(
-                f"{self.shown}: the rows{what} are not like those that the head was fitted to: their mean features "
-                f"are {shift:.2f} standard deviations away\n"
-                "add some of them with right answers with prefill fit --add, or give --adapt"
-            )
+        _warn_of_shifts(use)
+
+    def shard_use(self) -> Mapping[str, Any]:
+        """Return what `merged` needs to know about a shard's job."""
+        sums = {head.question: self._features[digest].sums.tolist() for digest, (head, _) in self._answering.items()}
+        return {USE: self.use().model_dump(mode="json"), SUMS: sums}
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        settled = manifest.settled
+        if USE in settled:
+            use = HeadUse.model_validate(settled[USE])
+            sums = {name: Features(np.array(own)) for name, own in settled[SUMS].items()}
+            questions = {name: sums[name].compared(own) for name, own in use.questions.items()}
+            report.add(use := use.model_copy(update={"questions": questions}))
+            _warn_of_shifts(use)
 
     def reported(self, report: RunReport, reached: Reached) -> None:
         if reached.sink is not None:
@@ -337,23 +355,30 @@ class Heads(Reading, Judge):
         """Return what is known of their use so far."""
         questions = {}
         for digest, (head, _) in self._answering.items():
-            features, held = self._features[digest], head.held_out.get(HEAD)
-            shift, spread = features.moved(len(head.truth))
-            questions[head.question] = QuestionHead(
+            held = head.held_out.get(HEAD)
+            own = QuestionHead(
                 layer=head.layer,
                 fitted_rows=len(head.truth),
                 accuracy=None if held is None else held.accuracy,
-                compared=features.rows,
-                shift=shift,
-                spread=spread,
                 adapted=self._adapted_rows,
             )
+            questions[head.question] = self._features[digest].compared(own)
         return HeadUse(
             file=self.shown.removeprefix("--head "),
             model_layers=self.file.layers,
             read_layers=self._deepest if self._alone else self.file.layers,
             loaded_layers=self._loaded,
             questions=questions,
+        )
+
+
+def _warn_of_shifts(use: HeadUse) -> None:
+    for name, shift in use.shifted.items():
+        what = f" of {name}" if name else ""
+        log.warning(
+            f"--head {use.file}: the rows{what} are not like those that the head was fitted to: their mean features "
+            f"are {shift:.2f} standard deviations away\n"
+            "add some of them with right answers with prefill fit --add, or give --adapt"
         )
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -231,7 +231,8 @@ class ShardSink(Sink):
             manifest.save(self.work)
 
 
-_KEPT = ("evaluation", "max_error_rate")  # what is settled for the output as it was for the shards
+SUMS = "sums"  # the key in a shard's ledger of lists of numbers by name, which are added up over all shards
+_KEPT = ("evaluation", "max_error_rate", "head_use", SUMS)  # what is settled for the output as it was for the shards
 
 
 class JoinedShards(ExitStack):
@@ -354,7 +355,11 @@ class JoinedShards(ExitStack):
                     f"{pair} of {self._destination.path} belong to different jobs: different "
                     f"{', '.join(different) or 'rows'}\nrun the wrong one again with --overwrite"
                 )
-        return found[0]
+        sums: dict[str, list[float]] = {}
+        for manifest in found:
+            for name, numbers in manifest.settled.get(SUMS, {}).items():
+                sums[name] = np.add(numbers, sums.get(name, 0.0)).tolist()
+        return replace(found[0], settled=found[0].settled | ({SUMS: sums} if sums else {}))
 
     def _require_complete(self) -> None:
         for folder, record in zip(self._folders, self._records, strict=True):
@@ -421,7 +426,7 @@ class JoinedShards(ExitStack):
         for name in filter(parts.is_part, destination.work.names()):
             destination.work.delete(name)
         destination.work.delete(store.NAME)
-        # The values that the shards have stored for the output; they are the same in all of them.
+        # The values that the shards have stored for the output; but for sums they are the same in all of them.
         manifest = Manifest(job, {name: value for name, value in self.manifest.settled.items() if name in _KEPT})
         manifest.save(destination.work)
         schema = to_schema(record.schema, json_text=destination.file_format.json_text)
