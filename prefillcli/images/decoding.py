@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 # The formats, by how a file begins. Of a WebP file the name comes after its size.
 _BEGINNINGS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
 _SWAPPING = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+_REMEMBERED = 100_000
+_sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # of files that were decoded, the last ones, by their key
+_sizes_lock = threading.Lock()
 
 
 def check_image(data: bytes, *, max_pixels: int) -> RowImage:
@@ -26,10 +31,20 @@ def check_image(data: bytes, *, max_pixels: int) -> RowImage:
 
     Raises ImageError for what is no PNG, JPEG, WebP or GIF file, is cut off or broken, or has more pixels than
     `max_pixels`. That is known from its header, before memory for pixels is taken. WebP files have a limit of Pillow's
-    own beside it (twice `PIL.Image.MAX_IMAGE_PIXELS`).
+    own beside it (twice `PIL.Image.MAX_IMAGE_PIXELS`). Many rows may have one image: it is decoded once.
     """
-    _, size = _decoded(data, max_pixels=max_pixels, pixels=False)
-    return RowImage(data, blake2b(data, digest_size=16).digest(), *size)
+    key = blake2b(data, digest_size=16).digest()
+    with _sizes_lock:
+        size = _sizes.pop(key, None)
+    if size is None:
+        _, size = _decoded(data, max_pixels=max_pixels, pixels=False)
+    else:
+        _require_size(size, max_pixels)
+    with _sizes_lock:
+        _sizes[key] = size
+        if len(_sizes) > _REMEMBERED:
+            _sizes.popitem(last=False)
+    return RowImage(data, key, *size)
 
 
 def open_image(data: bytes) -> Image:

@@ -15,11 +15,11 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from prefillcli.errors import brief, out_of_resource, without_secrets
 from prefillcli.images.image import ImageError
-from prefillcli.images.reading import MAX_BYTES
 
 Address = IPv4Address | IPv6Address
 
 SECONDS = 30.0  # for a whole image, with redirects; only a resolver of names that is slow may take longer
+MOST = 32 << 20  # bytes of an image
 MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSLATED = ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an address of IPv4, behind a gateway
@@ -42,7 +42,7 @@ def is_public(address: Address) -> bool:
 
 
 def fetch(
-    url: str, *, seconds: float = SECONDS, most: int = MAX_BYTES, allowed: Callable[[Address], bool] = is_public
+    url: str, *, seconds: float = SECONDS, most: int = MOST, allowed: Callable[[Address], bool] = is_public
 ) -> bytes:
     """Return what an http or https URL has, after at most `MOST_REDIRECTS` redirects.
 

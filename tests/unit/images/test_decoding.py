@@ -15,6 +15,7 @@ import pytest
 from PIL import Image, ImageFile
 from transformers.image_utils import load_image
 
+from prefillcli.images import decoding
 from prefillcli.images.decoding import check_image, open_image
 from prefillcli.images.image import ImageError
 from tests.unit.images.files import animated, chunk, images, noise, others, png, riff, saved
@@ -165,6 +166,15 @@ def test_the_key_is_the_content() -> None:
     assert first == again
     assert first.key != other.key
     assert len({check_image(data, max_pixels=MOST).key for data in IMAGES.values()}) == len({*IMAGES.values()})
+
+
+def test_an_image_of_many_rows_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved(noise(30, 20, seed=77), "PNG")
+    first = check_image(data, max_pixels=600)
+    monkeypatch.setattr(decoding, "_decoded", None)
+    assert check_image(bytes(bytearray(data)), max_pixels=600) == first
+    with pytest.raises(ImageError, match=r"^30 x 20 pixels; max_image_pixels is 599$"):
+        check_image(data, max_pixels=599)
 
 
 def test_files_that_are_cut_off_stay_errors_where_a_setting_of_pillow_is_at_its_default() -> None:
