@@ -96,7 +96,8 @@ class QuestionAsking(Asking):
         named = self.settings.prompts.prompt_column
         if named != DEFAULT_COLUMN:
             return str(named)
-        found = next((name for name in DOCUMENT_COLUMNS if name in available), None)
+        images = self.settings.images.image_column  # which may be all that there is
+        found = next((name for name in (*DOCUMENT_COLUMNS, *images) if name in available), None)
         if found is None and available:
             raise UsageError(
                 f"the input has no column {' or '.join(DOCUMENT_COLUMNS)}; it has {', '.join(available)}\n"

@@ -181,7 +181,7 @@ def test_prompts_without_images_count_their_positions(model: Model) -> None:
 @of_smolvlm
 def test_columns_stand_in_the_order_of_the_options(model: Model) -> None:
     front, back = picture(40, 30), picture(20, 90)
-    values = {"prompt": "Same?", "front": file_of(front), "back": [url_of(back), url_of(front)]}
+    values: dict[str, Any] = {"prompt": "Same?", "front": file_of(front), "back": [url_of(back), url_of(front)]}
     prompt = model.prompt(["back", "front"], **values)
     shown = [user(IMAGE, IMAGE, IMAGE, said("Same?"))]
     assert model.ids(prompt) == model.expected(shown, [back, front, front])["input_ids"][0].tolist()
