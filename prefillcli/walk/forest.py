@@ -401,11 +401,9 @@ class ForestAttention:
 def _attend_both_ways(
     out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
 ) -> None:
-    # Merge attention of consecutive tokens to those of them that they do not see causally, within the window.
-    tokens, window = query.shape[2], scoring.window
+    # Merge attention of consecutive tokens to those after them. A window hides what lies further back, not these.
+    tokens = query.shape[2]
     hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
-    if window is not None:
-        hidden |= torch.ones_like(hidden).tril(-window.size)
     some = hidden.any(dim=1).nonzero()[:, 0]
     if len(some):
         visible = hidden[some][None, None]

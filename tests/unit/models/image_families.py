@@ -150,7 +150,7 @@ def _mistral3(ids: Ids) -> PreTrainedConfig:
     )
 
 
-_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 3}
 
 
 def _gemma3(ids: Ids) -> PreTrainedConfig:
