@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ class OpenRows:
             read_images,
             root=root or _folder_of(self.source.paths),
             max_pixels=given.max_image_pixels,
-            fetch=fetch if given.allow_urls else None,
+            fetch=lru_cache(8)(fetch) if given.allow_urls else None,  # for rows after one another about one image
             read_file=read_image_file,
         )
         places = ImagePlaces(lambda: model.processing, opened.image_numbers, model.identity)

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ _JSON_LISTS = {"messages": re.compile(r"\s*\[\s*\{\s*[\"']"), "prompt_token_ids"
 _TAIL_TOKENS = 16
 _MOST_CUTS = 4  # of a prompt whose new end other labels follow
 GROUP_CHARS = 16 << 20  # characters of prompts that are tokenised together
+_IMAGE_READERS = 8  # threads: disks and servers let each wait
 
 
 class BuilderClosed(Exception):
@@ -205,19 +207,28 @@ class PromptBuilder:
         columns = [batch.columns[name] for name in images.columns]
         chats = batch.columns.get(self.column) if self.template is None else None
         changed = None if chats is None else [*chats]
-        for at, row in enumerate(batch.rows.tolist()):
-            if row in errors:
-                continue
+
+        def read(at: int) -> tuple[Any, Sequence[RowImage]] | ImageError:
+            chat: Any = None if chats is None else chats[at]
             try:
                 self.require_open()
                 own = images.of_columns([column[at] for column in columns])
-                if changed is not None and _is_chat(changed[at]):
-                    changed[at], own = images.in_chat(changed[at], own)
+                return images.in_chat(chat, own) if _is_chat(chat) else (chat, own)
             except ImageError as error:
-                errors[row] = RowError(ErrorCode.INVALID_IMAGE, str(error))
-                continue
-            if own:
-                found[row] = tuple(own)
+                return error
+
+        rows = enumerate(batch.rows.tolist())
+        places = [at for at, row in rows if row not in errors and (columns or (chats and _is_chat(chats[at])))]
+        with ThreadPoolExecutor(_IMAGE_READERS, "images of rows") as pool:
+            for at, own in zip(places, pool.map(read, places), strict=True):
+                row = int(batch.rows[at])
+                if isinstance(own, ImageError):
+                    errors[row] = RowError(ErrorCode.INVALID_IMAGE, str(own))
+                    continue
+                if changed is not None:
+                    changed[at] = own[0]
+                if own[1]:
+                    found[row] = tuple(own[1])
         own_columns = batch.columns if changed is None else {**batch.columns, self.column: changed}
         return replace(batch, columns=own_columns, images=found)
 
