@@ -515,6 +515,12 @@ class HeadFitOptions(Options):
         "are not read.",
         FIT, level="first", changes="report", metavar="FILE", path="file", same_as="output",
     )  # fmt: skip
+    review_blank: Literal["unseen", "confirmed"] = option(
+        "unseen",
+        "What a blank right answer in a review file means. confirmed: a person saw the answer and it is right; "
+        "unseen: nobody has looked.",
+        INPUT, changes="report",
+    )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
         "Let the model compute in low precision; prefill score --head then does so, too. fp8 needs CUDA.",

@@ -393,6 +393,36 @@ def test_a_review_file_with_right_answers_is_added(deep: Path) -> None:
     assert (summary["exit_code"], summary["heads"][0]["rows"]) == (0, 55)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"ask": "Is the last one a fox?"}, {"labels": "Yes,No", "template": "{{ document }}"}]
+)
+def test_a_blank_cell_of_a_review_file_may_confirm_the_answer_that_was_shown(
+    deep: Path, asked: dict[str, str]
+) -> None:
+    given = {"model": deep, **asked}
+    fit(as_documents(rows(40)), truth="is_fox", **given)
+    source = write_parquet("in.parquet", **as_documents(rows(20, seed=2)))
+    score(source, head="a.head", keep_columns="document", review_below="1", review="look.csv", **given)
+    shown = [row["answer" if "ask" in asked else "prediction"] for row in read_output("out.parquet")]
+    right = [each in (True, "Yes") or (isinstance(each, float) and each >= 0.5) for each in shown]
+    with Path("look.csv").open(encoding="utf-8-sig", newline="") as file:
+        looked = list(csv.DictReader(file))
+    for row, own in zip(looked[:3], right, strict=False):
+        row["answer.right"] = "no" if own else "yes"  # wrong answers are corrected
+    looked[5]["review"] = ""  # which nobody was to look at
+    data = {name: [row[name] for row in looked] for name in looked[0]}
+    flags = {"truth": "answer.right", "add": "a.head", "most_layers": None, **given}
+    assert fit(data, "three.head", **flags)["heads"][0]["rows"] == 43
+    summary = fit(data, "all.head", review_blank="confirmed", **flags)
+    assert (summary["heads"][0]["rows"], summary["heads"][0]["left_out"]) == (59, {"without a right answer": 1})
+    learnt = [number == 0 for number in head_file_at("all.head").heads[0].truth[40:]]
+    assert learnt == [*(not each for each in right[:3]), *right[3:5], *right[6:]]
+    other = fit(data | {"kind": data["answer.right"]}, None, review_blank="confirmed", **flags | {"truth": "kind"})
+    refused(other, "--review-blank confirmed: kind is no column")
+    del data["review"]
+    refused(fit(data, None, review_blank="confirmed", **flags), "review")
+
+
 def test_the_numpy_of_the_manual_gives_the_answers_of_the_file(deep: Path, fitted: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "fitted-heads.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]

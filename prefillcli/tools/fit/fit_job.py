@@ -19,7 +19,7 @@ from prefillcli.core.request import Request, plan_requests, thinning_of
 from prefillcli.core.scorer import ModelScorer
 from prefillcli.engines.base import Answer, EarlyExits, Readings, Treatment
 from prefillcli.errors import UsageError, counted, without_secrets
-from prefillcli.judging.truth import Mistakes, TruthPlan, is_blank
+from prefillcli.judging.truth import REVIEW, RIGHT, Mistakes, TruthPlan, doubted, is_blank
 from prefillcli.models.open import dtype_name
 from prefillcli.models.shape import Shape
 from prefillcli.options.commands import FitSettings
@@ -29,6 +29,7 @@ from prefillcli.reading.exits.first import hashed_words
 from prefillcli.reading.heads.head import HEAD, FittedHead, HeadFile, Quality, head_file_at
 from prefillcli.reading.heads.heads import model_of, wording_of
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.records import Prompt, Window
 from prefillcli.rows.values import to_python
@@ -79,6 +80,7 @@ class Collected:
     """Rows of one question, as they are read."""
 
     plan: TruthPlan
+    shown: str | None = None  # the column of a review file with the answers that blank right ones confirm
     hidden: list[list[Any]] = field(default_factory=list)
     own: list[Float64Array] = field(default_factory=list)
     words: list[Any] = field(default_factory=list)
@@ -138,12 +140,14 @@ def _fit(
                 raise UsageError("no --truth given: name the column with the right answers")
             require_apart(settings)
             earlier = None if settings.fitting.add is None else head_file_at(settings.fitting.add, "--add")
-            rows, parts = open_rows(settings, tuple(settings.truth.columns.values()))
+            shown = _shown(settings)
+            reviewed = (*shown.values(), REVIEW) if shown else ()
+            rows, parts = open_rows(settings, (*settings.truth.columns.values(), *reviewed))
             models = LocalModels(settings)
             inputs = open_inputs(rows, parts)
             stack.callback(inputs.builder.close)
             require_shares(inputs.labels, "fit")
-            collected = _questions(inputs)
+            collected = _questions(inputs, shown)
             about = _about(inputs, parts, models)
             if earlier is None:
                 layers = observed_layers(about.layers, settings.fitting.most_layers)
@@ -221,7 +225,24 @@ def _read(
             progress.advance(len(window.rows), 0.0)
 
 
-def _questions(inputs: Inputs) -> dict[int, Collected]:
+def _shown(settings: FitSettings) -> dict[str, str]:
+    # Of each column with right answers in a review file, the one with the answers that its blanks confirm; none where
+    # they confirm nothing. Raises UsageError.
+    found: dict[str, str] = {}
+    if settings.fitting.review_blank == "confirmed":
+        for column in settings.truth.columns.values():
+            if not column.endswith(f".{RIGHT}"):
+                raise UsageError(
+                    f"--review-blank confirmed: {column} is no column for right answers of prefill score --review\n"
+                    "leave it out"
+                )
+            name = column.removesuffix(f".{RIGHT}")
+            named = settings.asking.questions is not None
+            found[column] = AnswerColumns(labels=(), name=name if named else "").column("")
+    return found
+
+
+def _questions(inputs: Inputs, shown: Mapping[str, str]) -> dict[int, Collected]:
     # What is collected of each question with right answers, by its prompt. Raises UsageError.
     labels = inputs.labels
     names = [each.question.name for each in labels.asked]
@@ -234,7 +255,7 @@ def _questions(inputs: Inputs) -> dict[int, Collected]:
     for name, column in truth_by_question(inputs.settings.truth.columns, names).items():
         part = names.index(name)
         own = inputs.schema.questions[part]
-        found[part] = Collected(TruthPlan(own, column, labels.asked[part].labels))
+        found[part] = Collected(TruthPlan(own, column, labels.asked[part].labels), shown.get(column))
         if column in inputs.builder.needed:
             log.warning(f"{found[part].plan.option}: the prompt reads this column, so the model sees the right answer")
     return found
@@ -248,13 +269,8 @@ def _collect(
     tick: Callable[[float], None],
 ) -> None:
     # Read the prompts of a window that have right answers, and keep what they teach.
-    inputs = scorer.inputs
-    truths: dict[int, list[Any]] = {}
-    for part, own in collected.items():
-        values = to_python(window.carried.column(own.plan.truth))
-        if inputs.source.kind == "jsonl":
-            values = [None if value is None else json.loads(value) for value in values]
-        truths[part] = values
+    json_text = scorer.inputs.source.kind == "jsonl"
+    truths = {part: _truths(window, own, json_text=json_text) for part, own in collected.items()}
     wanted: list[tuple[Prompt, int]] = []
     asking: Counter[int] = Counter()
     for prompt in window.prompts:
@@ -300,6 +316,21 @@ def _collect(
             own.words.append(hashed_words(prompt.tokens))
             own.truth.append(number)
             own.prompts.append(_digest(prompt))
+
+
+def _truths(window: Window, own: Collected, *, json_text: bool) -> list[Any]:
+    # The right answers of a window, as they are written.
+    def values(column: str) -> list[Any]:
+        found = to_python(window.carried.column(column))
+        return [None if value is None else json.loads(value) for value in found] if json_text else found
+
+    truths = values(own.plan.truth)
+    if own.shown is None:
+        return truths
+    return [
+        answer if is_blank(truth) and own.plan.own.key in doubted(why) else truth
+        for truth, answer, why in zip(truths, values(own.shown), values(REVIEW), strict=True)
+    ]
 
 
 def _digest(prompt: Prompt) -> int:
