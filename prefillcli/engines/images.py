@@ -126,6 +126,11 @@ class PackImages:
             self._tower.batch_bytes = 0 if self._alone else self._batch_bytes
         return budget - self._batch_bytes - 2 * self._most_kept if self._images.asked else budget
 
+    @property
+    def whole(self) -> bool:
+        """Whether an image's features are computed together, because they see one another."""
+        return self._images.both_ways
+
     def expect(self, packs: Sequence[Pack]) -> None:
         """These packs come next: the inputs of their images are made by a thread, as far as there is room."""
         coming = {_name(image): image for pack in packs for image in pack.images}

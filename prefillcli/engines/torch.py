@@ -73,7 +73,12 @@ class TorchEngine(Engine):
         images: PackImages | None = None,
     ) -> None:
         whole = limits.whole_nodes or walk.keeps_ends
-        self.limits = replace(limits, whole_nodes=whole, state_step=walk.arithmetic.state_step if whole else 0)
+        self.limits = replace(
+            limits,
+            whole_nodes=whole,
+            state_step=walk.arithmetic.state_step if whole else 0,
+            whole_images=images is not None and images.whole,
+        )
         self.walk = walk
         self._activation, self._use_variant, self._weights = activation, use_variant, weights
         self._waited_before = walk.layers.seconds_waited  # to measure its speed

@@ -39,9 +39,9 @@ class ImageTraits:
 
     `feature` is the token id at which transformers puts a feature; `stand_in` that which stands in `input_ids` for a
     feature when the model is run with features in place of embeddings. `axes`: how many axes a position has, 1 where
-    positions are counted. `both_ways`: the features of one image attend to each other in both directions; `in_windows`:
-    only in layers that attend within a window.
-    `added_layers`: after so many of the first layers further features are added to the hidden states at an image.
+    positions are counted. `both_ways`: the features of one image attend to each other in both directions, and with
+    `in_windows` only in layers that attend within a window. After the first `added_layers` layers further features are
+    added to the hidden states at an image.
     """
 
     feature: int

@@ -14,6 +14,7 @@ from prefillcli.models.find import ModelFiles
 from prefillcli.models.multimodal import read_config
 from prefillcli.rows.proof import hash_value
 from prefillcli.runtime.extras import require_extra
+from prefillcli.walk.forest import UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,18 @@ class ModelImages:
         file = self.files.path / "chat_template.json"
         found = read_json(file) if self.sees and file.is_file() else None
         return found.get("chat_template") if isinstance(found, dict) else None
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether the features of an image see one another both ways; not for a model that reads no images."""
+        from prefillcli.models.image_processing import image_traits
+
+        if self.files.gguf is not None or self.files.part_of is None:
+            return False
+        try:
+            return image_traits(read_config(self.files.path)).both_ways
+        except UnsupportedModelError:
+            return False
 
     def load_tower(self, device: torch.device, batch_bytes: int) -> VisionTower:
         """Load the vision tower, whose batches take at most `batch_bytes`. Raises UsageError."""

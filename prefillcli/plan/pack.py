@@ -30,6 +30,8 @@ class Limits:
     tokens, like the state of a recurrent layer. `node_tokens` is the size of the states at a node's end, in held
     tokens. With `state_step`, nodes with children end at multiples of it.
 
+    With `whole_images` no held block ends among the features of an image: these see one another.
+
     Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`plan.marked_positions`).
 
     Texts can be written after prompts of packs that keep the K,V of all layers. `kept_tokens` is the size of such a
@@ -47,6 +49,7 @@ class Limits:
     whole_nodes: bool = False
     node_tokens: int = 0
     state_step: int = 0
+    whole_images: bool = False
     switch: int = 0
     kept_tokens: int = 0
     kept_packs: bool = False

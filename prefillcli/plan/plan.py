@@ -603,6 +603,8 @@ class _Prompts:
         # The blocks that fit within the limits beside any single prompt.
         if not block_tokens or not limits.held_tokens or not self._prompts:
             return WindowBlocks()
+        if limits.whole_images and any((self._prompts[at] >= FIRST_FEATURE).any() for at in (0, -1)):
+            return WindowBlocks()  # it costs a shared prefix once more in each window
         room = float(limits.held_tokens)
         if limits.held_cost:
             room = min(room, (limits.max_tokens - max(map(len, self._prompts))) / limits.held_cost)

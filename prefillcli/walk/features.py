@@ -106,10 +106,10 @@ class PackFeatures:
 
 
 def runs_of_features(tokens: Int64Array) -> list[tuple[int, int]]:
-    """The runs (start, end) of features that follow one another among these tokens."""
-    inside = np.concatenate([[False], tokens >= FIRST_FEATURE, [False]])
-    edges = np.flatnonzero(np.diff(inside.astype(np.int8))).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    """The runs (start, end) of features that follow one another among these tokens and in their numbers."""
+    at = np.flatnonzero(tokens >= FIRST_FEATURE)
+    breaks = np.flatnonzero((np.diff(at) != 1) | (np.diff(tokens[at]) != 1)) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(at, breaks) if len(run)]
 
 
 def uncut(parts: Sequence[tuple[int, int]], runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
