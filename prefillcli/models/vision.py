@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from prefillcli.images.decoding import open_image
 from prefillcli.images.image import PlacedImage
 from prefillcli.models.image_processing import ImageProcessing, image_class, image_traits
 from prefillcli.models.multimodal import _name_of_head, _prefix
@@ -62,9 +63,8 @@ class VisionTower:
         kind = _without_text(image_class(config))
         whole = copy.deepcopy(config)
         whole.tie_word_embeddings = False  # neither embedding nor head is there
-        for sound in ("audio_config",):
-            if getattr(whole, sound, None) is not None:
-                setattr(whole, sound, None)
+        if getattr(whole, "audio_config", None) is not None:
+            whole.audio_config = None
         with _quiet():
             model, info = kind.from_pretrained(
                 folder, config=whole, dtype=dtype, attn_implementation=attention, output_loading_info=True
@@ -152,15 +152,6 @@ class VisionTower:
                 f"{self._model.config.model_type} gives features for {len(layers)} places, not {1 + self.traits.added_layers}"
             )
         return list(torch.split(torch.stack(layers).to(dtype), counts, dim=1))
-
-
-def open_image(data: bytes) -> Any:
-    """Open an image."""
-    import io
-
-    from PIL import Image, ImageOps
-
-    return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
 
 def _flat(features: Any, counts: list[int]) -> Tensor:

@@ -219,16 +219,20 @@ def _qwen(kind: str, vision: dict[str, Any], **text: Any) -> Callable[[Ids], Pre
     return build
 
 
-def _glm4v(ids: Ids) -> PreTrainedConfig:
-    return transformers.Glm4vConfig(
-        text_config={**TEXT, **_rope(2, 1, 1, partial_rotary_factor=0.5)},
-        vision_config={**_QWEN25_EYES, "out_hidden_size": 64, "image_size": 64},
-        image_token_id=ids("<|image|>"),
-        video_token_id=ids("<|video|>"),
-        image_start_token_id=ids("<|begin_of_image|>"),
-        image_end_token_id=ids("<|end_of_image|>"),
-        tie_word_embeddings=False,
-    )
+def _glm(kind: str, **text: Any) -> Callable[[Ids], PreTrainedConfig]:
+    def build(ids: Ids) -> PreTrainedConfig:
+        config: type[PreTrainedConfig] = getattr(transformers, kind)
+        return config(
+            text_config={**TEXT, **text},
+            vision_config={**_QWEN25_EYES, "out_hidden_size": 64, "image_size": 64},
+            image_token_id=ids("<|image|>"),
+            video_token_id=ids("<|video|>"),
+            image_start_token_id=ids("<|begin_of_image|>"),
+            image_end_token_id=ids("<|end_of_image|>"),
+            tie_word_embeddings=False,
+        )
+
+    return build
 
 
 _QWEN2_EYES = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 8}
@@ -270,6 +274,11 @@ _QWEN_IMAGES = {
     "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96},
 }
 
+_GLM: dict[str, Any] = {
+    "tokens": ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>"],
+    "written": "<|begin_of_image|><|image|><|end_of_image|>",
+}
+_GLM_ROPE = _rope(2, 1, 1, partial_rotary_factor=0.5)
 _SQUARE = {"size": {"height": 32, "width": 32}}
 _CROPPED = {
     "size": {"shortest_edge": 32},
@@ -459,11 +468,31 @@ FAMILIES: dict[str, Family] = {
         settings={"patch_size": 8, "spatial_merge_size": 2},
     ),
     "glm4v": Family(
-        tokens=["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>"],
-        written="<|begin_of_image|><|image|><|end_of_image|>",
-        config=_glm4v,
+        config=_glm("Glm4vConfig", **_GLM_ROPE),
         processor="Glm4vProcessor",
         images={**_QWEN_IMAGES, "image_processor_type": "Glm4vImageProcessor"},
+        **_GLM,
+    ),
+    "glm46v": Family(
+        config=_glm("Glm46VConfig", model_type="glm4v_text", **_GLM_ROPE),
+        processor="Glm46VProcessor",
+        images={**_QWEN_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+        **_GLM,
+    ),
+    "glm4v_moe": Family(
+        config=_glm(
+            "Glm4vMoeConfig",
+            **_rope(1, 1, 2, partial_rotary_factor=0.5),
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
+        processor="Glm4vProcessor",
+        images={**_QWEN_IMAGES, "image_processor_type": "Glm4vImageProcessor"},
+        **_GLM,
     ),
 }
 
