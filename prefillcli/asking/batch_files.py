@@ -22,6 +22,7 @@ from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.builder import PromptBuilder, prompt_builder
 from prefillcli.prompts.encoding import Encoder, Marks
+from prefillcli.prompts.images import PLACE
 from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.settings import PromptSettings
@@ -80,6 +81,15 @@ def require_batch_file(settings: JobSettings, available: Collection[str]) -> Non
         )
 
 
+def require_no_image_column(settings: JobSettings) -> None:
+    """Raise UsageError for a column of images beside requests."""
+    if settings.images.image_column:
+        raise UsageError(
+            "--image-column: the rows are requests, which bring their own images\nleave it out, and put data URLs into "
+            "them"
+        )
+
+
 SERVED = "--set served_model_name=NAME lets it answer to other names"
 
 
@@ -96,6 +106,7 @@ class BatchAsking(LabelAsking):
 
     def __init__(self, settings: JobSettings) -> None:
         super().__init__(settings)
+        require_no_image_column(settings)
         self._answers = settings.requests.format is not None
         self.carried = (URL, BODY) if self._answers else ()
         self._lines = self._answers and "files" in settings.groups()
@@ -227,6 +238,15 @@ class RequestBuilder(PromptBuilder):
                 continue
             value = body["messages"] if url == CHAT else _one_prompt(body["prompt"])
             yield row, *self._literal(value, joined=url == CHAT)
+
+    def _chats_in(self, batch: RowBatch) -> list[Any]:
+        lines = zip(batch.columns["url"], batch.columns["body"], strict=True)
+        return [body.get("messages") if url == CHAT and isinstance(body, dict) else None for url, body in lines]
+
+    def _with_chats(self, batch: RowBatch, chats: list[Any]) -> RowBatch:
+        bodies = zip(batch.columns["body"], chats, strict=True)
+        given = [body if chat is None else body | {"messages": chat} for body, chat in bodies]
+        return replace(batch, columns={**batch.columns, "body": given})
 
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
         return {"messages": batch.columns["body"][place]["messages"]}
@@ -424,6 +444,8 @@ def _chat(messages: Any) -> str | None:
         if not isinstance(content, list) or not content:
             return f"the content of message {number} must be a text, or a list of text parts"
         for part in content:
+            if part == PLACE:
+                continue
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 return f"message {number} has a part that is not text"
     return None

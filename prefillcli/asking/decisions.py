@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, require_batch_file, served_names
+from prefillcli.asking.batch_files import (
+    BODY,
+    METHOD,
+    SERVED,
+    URL,
+    is_batch_file,
+    require_batch_file,
+    require_no_image_column,
+    served_names,
+)
 from prefillcli.asking.choices import RowChoices
 from prefillcli.asking.forms import QUESTION_END, Order, text_of, with_answers
 from prefillcli.asking.layouts import answered_by, orders_in, require_own_layout
@@ -127,6 +136,7 @@ class DecisionAsking(Asking):
 
     def __init__(self, settings: JobSettings, available: Sequence[str]) -> None:
         super().__init__(settings)
+        require_no_image_column(settings)
         in_lines = is_batch_file(settings, available)
         self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
         self.requests = self.carried

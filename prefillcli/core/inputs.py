@@ -13,6 +13,7 @@ from prefillcli.core.asking import Asking, by_labels
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
 from prefillcli.errors import UsageError
 from prefillcli.images.fetching import fetch
+from prefillcli.images.image import ImageError
 from prefillcli.images.reading import read_images
 from prefillcli.options.combinations import reads_images
 from prefillcli.options.judging import truth_by_question
@@ -151,17 +152,18 @@ class OpenRows:
         if given.image_column:
             _require_sight(opened)
             model.processing  # noqa: B018 - which raises UsageError before any row is read
-        elif not model.sees or not reads_images(self.settings):
+        elif not model.sees or not reads_images(self.settings) or _blindness(opened):
             return None
         root = given.image_root
         if root is not None and not is_url(root) and not os.path.isdir(os.path.expanduser(root)):
             raise UsageError(f"--image-root {root}: no such folder")
+        from_outside = bool(self.asking.requests)
         read = partial(
             read_images,
-            root=root or _folder_of(self.source.paths),
+            root="" if from_outside else root or _folder_of(self.source.paths),
             max_pixels=given.max_image_pixels,
             fetch=lru_cache(8)(fetch) if given.allow_urls else None,  # for rows after one another about one image
-            read_file=read_image_file,
+            read_file=_no_file if from_outside else read_image_file,
         )
         places = ImagePlaces(lambda: model.processing, opened.image_numbers, model.identity)
         return PromptImages(given.image_column, read, places)
@@ -169,15 +171,23 @@ class OpenRows:
 
 def _require_sight(opened: Opened) -> None:
     # Raise UsageError for a model that is asked in a way which has no place for images.
+    if why := _blindness(opened):
+        raise UsageError(f"--image-column: the model {why}\nleave it out, or take another model")
+
+
+def _blindness(opened: Opened) -> str:
+    # Why a model is asked in a way that has no place for images; empty where it has one.
     blind = {
         "is an encoder, which reads texts": opened.files.encoder,
         "is read by its classification head, of texts": opened.files.head is not None,
-        "asks in a layout of its own, about texts (--layout generic asks it like any other)": opened.layout
-        is not None,
+        "is asked in a layout of its own, about texts (--layout generic asks like any other)": opened.layout,
     }
-    for what, holds in blind.items():
-        if holds:
-            raise UsageError(f"--image-column: the model {what}\nleave it out, or take another model")
+    return next((why for why, holds in blind.items() if holds), "")
+
+
+def _no_file(root: str, path: str) -> bytes:
+    # Requests come from others, who name no files of this machine.
+    raise ImageError("a request names a file: it may have data URLs, and with --allow-urls others")
 
 
 def _folder_of(paths: Sequence[str]) -> str | None:

@@ -335,6 +335,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     # Images.
     *(each for option, why in _BLIND.items() for each in _refused("--image-column", option, why)),
+    *_refused("--image-column", "--format", "requests bring their own images"),
     # Heads of one's own.
     *_refused(
         "--head",

@@ -205,11 +205,10 @@ class PromptBuilder:
             return batch
         found: dict[int, tuple[RowImage, ...]] = {}
         columns = [batch.columns[name] for name in images.columns]
-        chats = batch.columns.get(self.column) if self.template is None else None
-        changed = None if chats is None else [*chats]
+        chats = self._chats_in(batch)
 
         def read(at: int) -> tuple[Any, Sequence[RowImage]] | ImageError:
-            chat: Any = None if chats is None else chats[at]
+            chat = chats[at]
             try:
                 self.require_open()
                 own = images.of_columns([column[at] for column in columns])
@@ -218,19 +217,25 @@ class PromptBuilder:
                 return error
 
         rows = enumerate(batch.rows.tolist())
-        places = [at for at, row in rows if row not in errors and (columns or (chats and _is_chat(chats[at])))]
+        places = [at for at, row in rows if row not in errors and (columns or _is_chat(chats[at]))]
         with ThreadPoolExecutor(_IMAGE_READERS, "images of rows") as pool:
             for at, own in zip(places, pool.map(read, places), strict=True):
                 row = int(batch.rows[at])
                 if isinstance(own, ImageError):
                     errors[row] = RowError(ErrorCode.INVALID_IMAGE, str(own))
                     continue
-                if changed is not None:
-                    changed[at] = own[0]
+                chats[at] = own[0]
                 if own[1]:
                     found[row] = tuple(own[1])
-        own_columns = batch.columns if changed is None else {**batch.columns, self.column: changed}
-        return replace(batch, columns=own_columns, images=found)
+        return replace(self._with_chats(batch, chats), images=found)
+
+    def _chats_in(self, batch: RowBatch) -> list[Any]:
+        # What may be the chat of each row.
+        return [None] * len(batch.rows) if self.template is not None else [*batch.columns[self.column]]
+
+    def _with_chats(self, batch: RowBatch, chats: list[Any]) -> RowBatch:
+        # The batch with others, in the places of those that `_chats_in` has found.
+        return batch if self.template is not None else replace(batch, columns={**batch.columns, self.column: chats})
 
     def _made(
         self, batch: RowBatch, labels: Labels, errors: dict[int, RowError], excess: dict[int, int]

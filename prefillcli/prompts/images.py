@@ -201,6 +201,8 @@ class PromptImages:
             value = _held(part)
             try:
                 own: Sequence[RowImage | None] = [None] if value is None else self.read(value)
+                if not own:
+                    raise ImageError("a part of it is an image, and empty")
             except ImageError as error:
                 raise ImageError(f"message {number}: {error}") from None
             parts += [PLACE] * len(own)
