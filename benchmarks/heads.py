@@ -305,8 +305,8 @@ def moved(asked: Asked, other: Asked, seed: int = 0) -> dict[str, Any]:
         ):
             found[name] += (own.logits(states[head.layer][held]).argmax(axis=1) == asked.truth[held]).tolist()
         for name, states in (("shift", asked.hidden), ("shift in other words", other.hidden)):
-            features = Features(rule)
-            features.add(states[head.layer][held])
+            features = Features.of(rule)
+            features.add(rule.features(states[head.layer][held]))
             found[name].append(features.moved(len(rows))[0])
     return {name: float(np.mean(values)) for name, values in found.items()}
 

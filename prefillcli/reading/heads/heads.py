@@ -76,16 +76,19 @@ class Features:
         of_squares = np.square(features).sum(axis=0)
         self.sums += np.concatenate([[len(features)], features.sum(axis=0), of_squares])
 
-    def compared(self, head: QuestionHead) -> QuestionHead:
-        """Return what is told of a head that has read these features."""
-        rows = self.rows
-        if rows < LEAST_COMPARED:
-            return head.model_copy(update={"compared": rows, "shift": None, "spread": None})
-        mean, of_squares = np.split(self.sums[1:] / rows, 2)
-        by_chance = 1 / rows + 1 / head.fitted_rows
+    def moved(self, fitted: int) -> tuple[float | None, float | None]:
+        """Return `shift` and `spread` of `QuestionHead`, for a head fitted to this many rows."""
+        if self.rows < LEAST_COMPARED:
+            return None, None
+        mean, of_squares = np.split(self.sums[1:] / self.rows, 2)
+        by_chance = 1 / self.rows + 1 / fitted
         shift = float(np.sqrt(max(np.square(mean).mean() - by_chance, 0.0)))
-        spread = float(np.median(np.sqrt(np.maximum(of_squares - np.square(mean), 0.0))))
-        return head.model_copy(update={"compared": rows, "shift": shift, "spread": spread})
+        return shift, float(np.median(np.sqrt(np.maximum(of_squares - np.square(mean), 0.0))))
+
+    def compared(self, head: QuestionHead) -> QuestionHead:
+        """Return what is told of a head that has read them."""
+        shift, spread = self.moved(head.fitted_rows)
+        return head.model_copy(update={"compared": self.rows, "shift": shift, "spread": spread})
 
 
 class Heads(Reading, Judge):
