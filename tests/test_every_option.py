@@ -132,7 +132,6 @@ OF_COMMAND: dict[tuple[str, str], tuple[Any, Values]] = {
     ("calibrate", "seed"): (1, {}),
     ("calibrate", "id_column"): ("id", {"truth_from": "in.csv"}),
     ("fit", "compute"): ("int8", {}),
-    ("fit", "review_blank"): ("confirmed", {"truth": "answer.right"}),
     ("fit", "output"): ("b.head", {}),
     ("inspect", "question"): ("late", {"questions": "q.yaml"}),
     ("inspect", "format"): ("openai", {"inputs": "requests.jsonl"}),
