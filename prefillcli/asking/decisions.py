@@ -33,6 +33,7 @@ from prefillcli.asking.requests import (
 )
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
+from prefillcli.images.image import ImageError, RowImage
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.judging import CONTENT, ProbabilityOptions
 from prefillcli.options.settings import JobSettings
@@ -289,13 +290,18 @@ class DecisionBuilder(PromptBuilder):
         columns: dict[str, list[Any]] = {name: [] for name in (DOCUMENT, QUESTION, ANSWERS, *optional)}
         # Of each prompt the row, its number there, its question's name, and whether it is about a text of `empty`.
         asked: list[tuple[int, int, str, bool]] = []
+        images: dict[int, tuple[RowImage, ...]] = {}
         for at, row, request in self._requests(batch, errors):
             try:
+                seen = self._seen(request)
                 asks = [*_asked(request, self._orders, None if self._layout is None else self._layout.form)]
                 about = [request, *(replace(request, document=text, state=text) for text in self._empty)]
                 forms = [self._form(each, question, order) for each in about for question, order in asks]
             except UsageError as none:  # more options than the layout of the model has codes
                 errors[row] = RowError(ErrorCode.INVALID_REQUEST, str(none))
+                continue
+            except ImageError as unread:
+                errors[row] = RowError(ErrorCode.INVALID_IMAGE, str(unread))
                 continue
             for part, (question, document, said, answers) in enumerate(forms):
                 columns[DOCUMENT].append(document)
@@ -303,9 +309,16 @@ class DecisionBuilder(PromptBuilder):
                 columns[ANSWERS].append(answers)
                 for name in optional:
                     columns[name].append(batch.columns[name][at])
+                if seen:
+                    images[len(asked)] = seen
                 asked.append((row, part, question.name, part >= len(asks)))
         apart = replace(
-            batch, rows=np.arange(len(asked)), columns=columns, carried=batch.carried.slice(0, 0), errors={}
+            batch,
+            rows=np.arange(len(asked)),
+            columns=columns,
+            carried=batch.carried.slice(0, 0),
+            errors={},
+            images=images,
         )
         prompts, wrongs = super().build(apart, labels)
         for number, error in sorted(wrongs.items()):
@@ -348,6 +361,14 @@ class DecisionBuilder(PromptBuilder):
         own = tuple(each._replace(name="".join(each.variants or ())) for each in labels)
         return question, self._layout.state(request.state), values, Readout(own, weights)
 
+    def _seen(self, request: DecisionRequest) -> tuple[RowImage, ...]:
+        # The images of a request. Raises UsageError where none are read, and ImageError.
+        if not request.images:
+            return ()
+        if self.settings.images is None:
+            raise UsageError("it has an image, and this job reads text and JSON alone")
+        return tuple(self.settings.images.of_list(request.images))
+
     def _requests(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, int, DecisionRequest]]:
         # The place, the number and the request of each row that is not in `errors`; rows without one are added there.
         texts = batch.carried.select(self._carried).to_pylist()
@@ -389,7 +410,8 @@ class DecisionBuilder(PromptBuilder):
             if isinstance(texts, RowError):
                 yield row, texts, None
             else:
-                yield row, texts[DOCUMENT].strip() and texts[DOCUMENT] + texts[QUESTION], marks
+                blank = not texts[DOCUMENT].strip() and not (batch.images or {}).get(row)
+                yield row, "" if blank else texts[DOCUMENT] + texts[QUESTION], marks
 
     def _in_layout_of_model(
         self, batch: RowBatch, template: LayoutTemplate

@@ -15,6 +15,8 @@ OpenAI's items has a heading before the content of each; calls are numbered, and
 
     Assistant:
     Refusal: I cannot help with that.
+
+Images stand before the document, which has `[Image 1]` in the place of the first one.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     "assistant": {"output_text": "text", "refusal": "refusal"},
 }
 _MEDIA = ("input_image", "input_audio", "input_file", "input_video")
+_IMAGES = ("image", "image_url", "input_image")  # the types of parts of messages in System One's state
+_URLS = ("url", "image_url", "image", "file_data", "data")  # the keys of an image's URL in an object
+_FILES = ("images", "files")  # keys of a body of System One
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # with the key of what the call says
 _OUTPUTS = {f"{kind}_output": kind for kind in _CALLS}
 _OPENAI = {"predicate": (), "choice": ("choices",), "score": ("levels",)}
@@ -73,7 +78,7 @@ class DecisionRequest:
 
     Questions that OpenAI's API leaves without a name are called by their place, `questions[3]`; their answers have no
     name. `model` is the one that is asked for. `state` is what System One's request is about as JSON has it, and
-    `given` its questions by name.
+    `given` its questions by name. `images` are URLs.
     """
 
     kind: Kind
@@ -82,6 +87,7 @@ class DecisionRequest:
     model: str | None = None
     state: Any = None
     given: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
 
 def request_of(values: Any, url: str | None = None, *, stateless: bool = False) -> DecisionRequest:
@@ -101,16 +107,22 @@ def request_of(values: Any, url: str | None = None, *, stateless: bool = False) 
         raise RequestError(f"url {brief_json(url)}: only {DECISIONS} and {SYSTEM_ONE} ask typed questions")
     subject = "input" if openai else "state"
     others = {key for key in given if key.startswith("x_")} | _NO_EFFECT
+    others |= set() if openai else set(_FILES)
     needed = ("questions",) if stateless else (subject, "questions")
     _object(given, "", needed=needed, known=others)
     if not isinstance(given.get("model", ""), str):
         raise RequestError("model: must be a text")
-    model, state = given.get("model"), given.get("state")
-    document = _document(given["input"]) if openai else "" if stateless else _content(state, "state")
-    questions = _listed(given["questions"]) if openai else _mapped(given["questions"])
+    model, images = given.get("model"), list[str]()
     if openai:
-        return DecisionRequest("openai", document, questions, model, document)
-    return DecisionRequest("systemone", document, questions, model, state, given["questions"])
+        document = _document(given["input"], images)
+        questions = _listed(given["questions"])
+        return DecisionRequest("openai", document, questions, model, document, images=tuple(images))
+    for key in _FILES:
+        images += _files(given.get(key, []), key)
+    state = _without_images(given.get("state"), "state", images)
+    document = "" if stateless else _content(state, "state")
+    questions = _mapped(given["questions"])
+    return DecisionRequest("systemone", document, questions, model, state, given["questions"], tuple(images))
 
 
 def is_request_file(settings: JobSettings, available: Collection[str]) -> bool:
@@ -139,28 +151,31 @@ def carried_request(texts: Mapping[str, str | None], *, stateless: bool = False)
         raise RequestError("body is nested too deeply") from None
     if "body" in texts:
         return request_of(values.get("body"), values.get("url"), stateless=stateless)
-    return request_of({name: value for name, value in values.items() if name in BARE}, stateless=stateless)
+    known = [name for name in BARE if name not in _FILES or "input" not in values]
+    return request_of({name: values[name] for name in known if name in values}, stateless=stateless)
 
 
 # What a request is about.
 
 
-def _document(value: Any) -> str:
+def _document(value: Any, images: list[str]) -> str:
+    # The text of what is asked about; its images are added to `images`.
     if isinstance(value, str):
         return _text(value, "input")
     if not isinstance(value, list) or not value:
         raise RequestError("input: must be a text, or a list of items")
     calls: dict[Any, tuple[str, str]] = {}
-    return "\n\n".join(_item(each, f"input[{number}]", calls) for number, each in enumerate(value))
+    return "\n\n".join(_item(each, f"input[{number}]", calls, images) for number, each in enumerate(value))
 
 
-def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]]) -> str:
+def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]], images: list[str]) -> str:
     # The heading and the content of an item. `calls` has the type and the title of each call so far by its id.
     kind = _type(value, place, ("message", *_CALLS, *_OUTPUTS), usual="message")
     if kind == "message":
         own = _object(value, place, needed=("role", "content"), known=("type", "phase", "id", "status"))
         role = _one_of(own["role"], f"{place}.role", tuple(_PARTS))
-        return f"{role.capitalize()}:\n{_parts(own['content'], f'{place}.content', _PARTS[role])}"
+        seen = images if role == "user" else None
+        return f"{role.capitalize()}:\n{_parts(own['content'], f'{place}.content', _PARTS[role], seen)}"
     known = ("type", "id", "status", "namespace")
     if kind in _CALLS:
         own = _object(value, place, needed=("call_id", "name", _CALLS[kind]), known=known)
@@ -176,21 +191,26 @@ def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]]) -> str:
     called, title = calls.get(call, ("", ""))
     if called != _OUTPUTS[kind]:
         raise RequestError(f"{place}.call_id: {brief_json(call)} is the id of no {_OUTPUTS[kind]} before it")
-    return f"Output of call {title}:\n{_parts(own['output'], f'{place}.output', _TEXT)}"
+    return f"Output of call {title}:\n{_parts(own['output'], f'{place}.output', _TEXT, images)}"
 
 
-def _parts(value: Any, place: str, kinds: Mapping[str, str]) -> str:
-    # The content of a message, an output or instructions: a text, or parts of these kinds, each on its lines.
+def _parts(value: Any, place: str, kinds: Mapping[str, str], images: list[str] | None = None) -> str:
+    # The content of a message, an output or instructions: a text, or parts of these kinds, each on its lines. Images
+    # are added to `images`, where there may be some.
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise RequestError(f"{place}: must be a text, or a list of parts")
-    return "\n".join(_part(each, f"{place}[{number}]", kinds) for number, each in enumerate(value))
+    return "\n".join(_part(each, f"{place}[{number}]", kinds, images) for number, each in enumerate(value))
 
 
-def _part(value: Any, place: str, kinds: Mapping[str, str]) -> str:
+def _part(value: Any, place: str, kinds: Mapping[str, str], images: list[str] | None) -> str:
+    if isinstance(value, dict) and value.get("type") == "input_image" and images is not None:
+        own = _object(value, place, needed=("type", "image_url"), known=("detail", "prompt_cache_breakpoint"))
+        images.append(_text(own["image_url"], f"{place}.image_url"))
+        return _place_of(images)
     if isinstance(value, dict) and value.get("type") in _MEDIA:
-        raise RequestError(f"{place}: {value['type']} is not supported here: only text and JSON are read")
+        raise RequestError(f"{place}: {value['type']} is not supported here")
     kind = _type(value, place, tuple(kinds))
     key = kinds[kind]
     content = _object(value, place, needed=("type", key), known=("prompt_cache_breakpoint",))[key]
@@ -201,6 +221,48 @@ def _part(value: Any, place: str, kinds: Mapping[str, str]) -> str:
         return _json(content, place)
     said = _text(content, place, empty=True)
     return f"Refusal: {said}" if kind == "refusal" else said
+
+
+def _place_of(images: Sequence[str]) -> str:
+    # What stands in a document for the last of its images.
+    return f"[Image {len(images)}]"
+
+
+def _files(value: Any, place: str) -> Iterator[str]:
+    # The URLs of the files in a list of URLs, or of objects that have one.
+    if not isinstance(value, list):
+        raise RequestError(f"{place}: must be a list")
+    for number, each in enumerate(value):
+        at = f"{place}[{number}]"
+        if isinstance(each, str):
+            yield _text(each, at)
+            continue
+        if not isinstance(each, dict):
+            raise RequestError(f"{at}: must be a URL, or an object with one")
+        yield _url_in(each, at)
+
+
+def _url_in(value: Mapping[str, Any], place: str) -> str:
+    # The URL in an object: `url`, `image_url` or `file_data`, itself or in an object.
+    key = next((key for key in _URLS if value.get(key) is not None), None)
+    if key is None:
+        raise RequestError(f"{place}: no {', '.join(_URLS)}")
+    found = value[key]
+    return _url_in(found, f"{place}.{key}") if isinstance(found, dict) else _text(found, f"{place}.{key}")
+
+
+def _without_images(value: Any, place: str, images: list[str], level: int = 0) -> Any:
+    # A state without its messages' images, which are added to `images`: their places are text.
+    if level > MOST_DEPTH:  # which whoever makes it text refuses
+        return value
+    if isinstance(value, list):
+        return [_without_images(each, f"{place}[{at}]", images, level + 1) for at, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(kind := value.get("type"), str) and kind in _IMAGES and any(value.get(key) for key in _URLS):
+        images.append(_url_in(value, place))
+        return {"type": "text", "text": _place_of(images)}
+    return {key: _without_images(each, f"{place}.{key}", images, level + 1) for key, each in value.items()}
 
 
 def _are_objects(value: Any) -> bool:

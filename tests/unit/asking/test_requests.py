@@ -257,11 +257,14 @@ def wrong_bodies() -> Iterator[tuple[Any, str]]:
             "function_call_output or custom_tool_call_output"
         ),
     )
-    for kind in ("input_image", "input_audio"):
-        yield (
-            openai(subject=user({"type": kind, "image_url": "https://x"})),
-            (f"input[0].content[0]: {kind} is not supported here: only text and JSON are read"),
-        )
+    yield openai(subject=user({"type": "input_audio"})), "input[0].content[0]: input_audio is not supported here"
+    yield openai(subject=user({"type": "input_image"})), "input[0].content[0]: image_url is missing"
+    yield (
+        openai(subject=user({"type": "input_image", "file_id": "x", "image_url": "https://x"})),
+        "input[0].content[0].file_id: not supported here",
+    )
+    assistant = [{"role": "assistant", "content": [{"type": "input_image", "image_url": "https://x"}]}]
+    yield openai(subject=assistant), "input[0].content[0]: input_image is not supported here"
     yield (
         openai(subject=user({"type": "output_text", "text": "x"})),
         ("input[0].content[0].type: \"output_text\" is not input_text or input_json; did you mean 'input_text'?"),
