@@ -133,7 +133,9 @@ class ShardRows:
         self._number = shard.number - 1
         self._dealer = Dealer(shard.count)
         text = builder.template.text if builder.template is not None else ""
-        self._columns = in_order_of_use(text, builder.columns)
+        # Images stand before texts, and equal ones should be in one shard.
+        texts = in_order_of_use(text, builder.columns)
+        self._columns = tuple(dict.fromkeys([*builder.image_columns, *texts]))
 
     def of(self, batches: Sequence[RowBatch]) -> list[Int64Array]:
         """Return positions of the shard's rows in each batch of the next window."""
@@ -162,6 +164,8 @@ def _text(value: Any) -> str | bytes:
         return value
     if value is None:
         return ""
+    if isinstance(value, bytes):
+        return value
     if isinstance(value, np.ndarray):
         return value.astype("<i8").tobytes()
     try:
@@ -178,6 +182,7 @@ def _joined(texts: Sequence[str | bytes]) -> tuple[bytes, int]:
 
 
 MAX_ROWS = 16_384
+MAX_PICTURED = 1_024  # rows with columns of images, whose files are in memory until their window is scored
 
 T = TypeVar("T")
 
@@ -213,6 +218,8 @@ def windows(
     called with the number of windows. Raises BuilderClosed at the next batch after `builder` is closed.
     """
     seen = SeenIds(json=source.kind == "jsonl")
+    if builder.image_columns:
+        size = size._replace(rows=min(size.rows, MAX_PICTURED))
     count = 0
     for index, batches in enumerate(_groups(source, size, builder)):
         for batch in batches:

@@ -45,6 +45,7 @@ from prefillcli.stats.labels import normalised, read_out
 from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,
+    image_section,
     margin_curve,
     next_views,
     no_score,
@@ -157,7 +158,7 @@ def _inspect(
         summary.method = scored.method
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
-        sections, whole = [], scored
+        sections, whole = [image_section(prompt)] if prompt.images else [], scored
         if len(asked) > 1:
             every_answer = _answers_of(loaded.engine, [each for each in prompts if each.row == found.row], tick)
             sections.append(_every_answer(every_answer, asked, settings.answers.temperature))

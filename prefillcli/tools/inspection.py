@@ -21,6 +21,7 @@ from rich.text import Text
 from prefillcli.core.request import ReadPrompt, TokenReason
 from prefillcli.engines.base import Readings
 from prefillcli.errors import PrefillError
+from prefillcli.images.image import FIRST_FEATURE
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder, token_texts
@@ -294,6 +295,20 @@ def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
         TokenView(at, number, text, value, why != "dropped", why)
         for at, (number, text, value, why) in enumerate(parts)
     ]
+
+
+def image_section(prompt: Prompt) -> Section:
+    """Return the images of a prompt: their sizes, and the tokens that stand for them."""
+    rows = [["image", "pixels", "tokens", "from", "to"]]
+    features = np.flatnonzero(prompt.tokens >= FIRST_FEATURE)
+    at = 0
+    for number, each in enumerate(prompt.images, 1):
+        own = features[at : at + each.features]
+        at += each.features
+        places = [f"{own[0]:,}", f"{own[-1]:,}"] if len(own) else ["", ""]
+        rows.append([f"{number}", f"{each.image.width:,} x {each.image.height:,}", f"{each.features:,}", *places])
+    note = "Tokens that are features of the image, between the first and the last place in the prompt, counted from 0."
+    return Section(title="Images", parts=[Part(table=rows, words=(0, 1), note=note)])
 
 
 def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
