@@ -55,6 +55,8 @@ READ = frozenset(
         "smolvlm",
     }
 )
+_MOST_UNLIKE = 200  # times one side of an image may be longer than the other, where it is stretched by the shorter one
+_LONGEST_SQUARE = 10_000  # pixels of a side, where an image is filled up to a square
 _KEPT = 4096  # layouts of sizes that are kept
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
@@ -67,7 +69,8 @@ def image_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     family = config.model_type
     if reason := REFUSED.get(family):
         raise UnsupportedModelError(f"{family} is not read with images: {reason}")
-    kind: Any = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, ""), None)
+    kind: type[PreTrainedModel] | None
+    kind = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, ""), None)
     if kind is None:
         raise UnsupportedModelError(
             f"{family} models read no images: take one that does, like a Qwen3-VL or a Gemma 3"
@@ -196,6 +199,7 @@ class ImageProcessing:
     def _processed(self, image: Image, several: bool, **settings: Any) -> dict[str, Any]:
         # What the processor makes of one image; of two, where it is one of several.
         count = 2 if several else 1
+        self._require_bearable(image, several)
         try:
             made = dict(
                 self._processor(
@@ -207,6 +211,8 @@ class ImageProcessing:
             )
         except (ValueError, ZeroDivisionError, SystemError) as error:
             said = " ".join(str(error).split()).rstrip(".")
+            if said.startswith("Size must contain"):
+                said = "one of its sides is too short beside the other"
             raise ImageError(f"an image of {image.width}x{image.height} pixels cannot be processed: {said}") from None
         made |= {name: torch.as_tensor(each) for name, each in made.items() if name in _OF_TEXT}
         if several:
@@ -216,6 +222,14 @@ class ImageProcessing:
                 for name, each in made.items()
             }
         return made
+
+    def _require_bearable(self, image: Image, several: bool) -> None:
+        # Some processors make an image larger before they make it smaller: a narrow one would take all memory.
+        shorter, longer = sorted(image.size)
+        size = getattr(self._processor.image_processor, "size", None) or {}
+        by_shorter = size.get("shortest_edge") and not size.get("longest_edge")
+        if (by_shorter and longer > _MOST_UNLIKE * shorter) or (several and longer > _LONGEST_SQUARE):
+            raise ImageError(f"an image of {image.width}x{image.height} pixels is too long for the model's processor")
 
     def _text_around(self, made: dict[str, Any]) -> tuple[str, str]:
         # The text before the first control token of an image, and that after the last: with its neighbours in the

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,6 +37,8 @@ class VisionTower:
         self._model = model
         self._processing = processing
         self.batch_bytes = batch_bytes
+        # Pixtral attends over all patches of a batch, with a mask between its images: they are cheaper one by one.
+        self._joined = model.config.vision_config.model_type == "pixtral"
         self._taken = frozenset(inspect.signature(type(model).get_image_features).parameters)
 
     @classmethod
@@ -109,7 +112,7 @@ class VisionTower:
             inputs = made(image)
             shape = tuple((name, tuple(each.shape[1:])) for name, each in inputs.items())
             own = self._bytes(inputs)
-            if kept and kept + own > self.batch_bytes:
+            if kept and (kept + own > self.batch_bytes or self._joined):
                 yield from waiting.values()
                 waiting, kept = {}, 0
             waiting.setdefault(shape, []).append((number, inputs))
@@ -125,15 +128,15 @@ class VisionTower:
         # Generous: as if every layer kept its hidden states, as some families' towers do.
         config: Any = self._model.config.vision_config
         pixels = inputs["pixel_values"]
-        patch = getattr(config, "patch_size", 14)
-        side = patch if isinstance(patch, int) else patch[0]
-        channels = getattr(config, "num_channels", getattr(config, "in_channels", 3))
-        patches = pixels.numel() / (side * side * channels * getattr(config, "temporal_patch_size", 1))
+        sides = np.atleast_1d(config.patch_size)
+        frames = np.atleast_1d(getattr(config, "temporal_patch_size", 1))
+        patches = pixels.numel() / (3 * int(sides[0]) ** 2 * int(frames[0]))
         hidden = getattr(config, "embed_dim", None) or config.hidden_size
         depth = getattr(config, "depth", None) or config.num_hidden_layers
         inner = getattr(config, "intermediate_size", None) or hidden * getattr(config, "mlp_ratio", 4)
         numbers = patches * (hidden * (12 + depth) + 3 * inner) + 2 * pixels.numel()
-        return int(numbers * self._model.dtype.itemsize) + 2 * pixels.nbytes
+        mask = patches * patches if self._joined else 0
+        return int((numbers + mask) * self._model.dtype.itemsize) + 2 * pixels.nbytes
 
     def _encode(self, inputs: dict[str, Tensor], counts: list[int]) -> list[Tensor]:
         if sum(counts) == 1:  # Mistral 3 takes a single feature for no list of features
@@ -147,9 +150,9 @@ class VisionTower:
                 _flat(made.pooler_output, counts),
                 *(_flat(each, counts) for each in getattr(made, "deepstack_features", None) or ()),
             ]
-        if len(layers) != 1 + self.traits.added_layers:
+        if len(layers) != 1 + (added := self.traits.added_layers):
             raise ValueError(
-                f"{self._model.config.model_type} gives features for {len(layers)} places, not {1 + self.traits.added_layers}"
+                f"{self._model.config.model_type} adds features after {len(layers) - 1} layers, not {added}"
             )
         return list(torch.split(torch.stack(layers).to(dtype), counts, dim=1))
 

@@ -184,7 +184,7 @@ def _gemma4(seen: str | None, **text: Any) -> Callable[[Ids], PreTrainedConfig]:
                 "num_key_value_heads": 4,
                 "head_dim": 8,
                 "pooling_kernel_size": 2,
-                "position_embedding_size": 64,
+                "position_embedding_size": 320,
             },
             audio_config=None,
             boi_token_id=ids("<|image>"),
@@ -196,6 +196,16 @@ def _gemma4(seen: str | None, **text: Any) -> Callable[[Ids], PreTrainedConfig]:
         )
 
     return build
+
+
+def _lfm2_vl(ids: Ids) -> PreTrainedConfig:
+    return transformers.Lfm2VlConfig(
+        text_config={"model_type": "lfm2", **TEXT, "layer_types": ["conv", "full_attention", "conv"]},
+        vision_config={"model_type": "siglip2_vision_model", **_siglip(), "num_patches": 16, "vision_use_head": False},
+        image_token_id=ids("<image>"),
+        projector_hidden_size=48,
+        tie_word_embeddings=False,
+    )
 
 
 def _rope(*sections: int, **more: Any) -> dict[str, Any]:
@@ -497,9 +507,32 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+#: A family whose processor has no form for Pillow alone.
+NEEDS_TORCHVISION = {
+    "lfm2_vl": Family(
+        tokens=["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+        + [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)],
+        written="<image>",
+        config=_lfm2_vl,
+        processor="Lfm2VlProcessor",
+        images={
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "encoder_patch_size": 8,
+            "tile_size": 32,
+            "min_tiles": 2,
+            "max_tiles": 4,
+            "min_image_tokens": 1,
+            "max_image_tokens": 4,
+            "max_num_patches": 16,
+            "size": {"height": 32, "width": 32},
+        },
+    ),
+}
+
+
 def make_family(name: str, folder: Path) -> Path:
     """Write a model of this family into a folder, with random weights in float32, and return the folder."""
-    family = FAMILIES[name]
+    family = (FAMILIES | NEEDS_TORCHVISION)[name]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(family)
     tokenizer.save_pretrained(folder)
@@ -546,7 +579,9 @@ def _tokenizer(family: Family) -> PreTrainedTokenizerFast:
 
 def open_processor(folder: Path) -> Any:
     """Open transformers' own processor of a folder, without its part for videos, which torchvision would make."""
-    family = next(each for each in FAMILIES.values() if each.processor == _processor_name(folder))
+    family = next(
+        each for each in (FAMILIES | NEEDS_TORCHVISION).values() if each.processor == _processor_name(folder)
+    )
     kind = processor_class(transformers.AutoConfig.from_pretrained(folder).model_type)
     module = importlib.import_module(kind.__module__)
     if getattr(module, "num2words", str) is None:  # a package that SmolVLM's processor needs for videos alone

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from prefillcli.images.image import FEATURE, FIRST_FEATURE, PlacedImage, RowImage
+from prefillcli.images.image import FEATURE, FIRST_FEATURE, ImageError, PlacedImage, RowImage
 from prefillcli.models.image_processing import ImageProcessing
 from prefillcli.models.multimodal import read_config
 from prefillcli.models.vision import VisionTower
+from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
-from tests.unit.models.image_families import FAMILIES, eager_logits, load_whole, make_family, open_processor
+from tests.unit.models.image_families import (
+    FAMILIES,
+    NEEDS_TORCHVISION,
+    eager_logits,
+    load_whole,
+    make_family,
+    open_processor,
+)
 
 CPU = torch.device("cpu")
 SIZES = [(40, 30), (64, 64), (20, 90), (100, 24), (5, 7)]
-NAMES = list(FAMILIES)
+WITHOUT_TORCHVISION = find_spec("torchvision") is None
+NAMES = [
+    *FAMILIES,
+    *(
+        pytest.param(name, marks=pytest.mark.skipif(WITHOUT_TORCHVISION, reason="needs torchvision"))
+        for name in NEEDS_TORCHVISION
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +127,103 @@ def test_text_with_features_in_place_of_embeddings_gives_the_whole_forward(
         features = torch.cat(tower.features(placed(images, processing)), dim=1)
         ours = forward_with_features(load_whole(folder), tokens, positions, features, processing)
         torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1), (3, 500), (190, 1), (1, 2000), (2000, 1)])
+@pytest.mark.parametrize("name", ["smolvlm", "llava", "qwen2_vl", "gemma4", "mistral3"])
+def test_an_image_of_any_size_has_its_layout_or_a_reason_why_not(
+    name: str, size: tuple[int, int], folders: dict[str, Path]
+) -> None:
+    processing, tower = opened(folders[name])
+    image = picture(*size, seed=1)
+    narrow = name in ("llava", "qwen2_vl") and max(size) > 200 * min(size)
+    if narrow or (name == "mistral3" and max(size) > 100 * min(size)):
+        for read in (lambda: processing.layout(*size), lambda: processing.inputs(image)):
+            with pytest.raises(ImageError, match=f"image of {size[0]}x{size[1]} pixels"):
+                read()
+        return
+    layout = processing.layout(*size)
+    (found,) = tower.features(placed([image], processing))
+    assert found.shape[1] == layout.features > 0
+    processor = open_processor(folders[name])
+    ids = processor(text=[processing.written], images=[[image]], add_special_tokens=False)["input_ids"][0]
+    feature = processing.traits.feature
+    assert layout.features == list(ids).count(feature)
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "llava_onevision", "qwen3_vl", "mistral3"])
+def test_features_are_the_same_in_any_batch(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    config, processing = read_config(folder), ImageProcessing.open(folder, read_config(folder))
+    images = [placed([picture(*size, seed=n)], processing)[0] for n, size in enumerate([*SIZES, *SIZES])]
+    together, alone = (
+        VisionTower.load(folder, config, processing, dtype=torch.float32, device=CPU, batch_bytes=most).features(
+            images
+        )
+        for most in (1 << 30, 0)
+    )
+    assert len({each.shape for each in together}) > 1
+    for ours, own in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tower_has_the_weights_beside_the_text_model_and_no_others(name: str, folders: dict[str, Path]) -> None:
+    whole = load_whole(folders[name])
+    _, tower = opened(folders[name])
+    decoder: Any = whole.get_decoder()
+    text = {id(each) for part in (decoder, whole.get_output_embeddings()) for each in part.parameters()}
+    wanted = sum(each.nbytes for each in whole.parameters() if id(each) not in text)
+    buffers = sum(each.nbytes for each in tower._model.buffers())
+    assert tower.weight_bytes - buffers == wanted
+
+
+def test_a_tower_without_weights_in_the_files_is_refused(tmp_path: Path) -> None:
+    folder = make_family("qwen2_vl", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "merger" not in name}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"6 weights of the vision tower are missing: .*merger"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "glm4v"])
+def test_bounds_on_pixels_are_those_of_the_processor(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    bounded = ImageProcessing.open(folder, read_config(folder), max_pixels=48 * 48, min_pixels=40 * 40)
+    processor = open_processor(folder)
+    processor.image_processor.size = {"shortest_edge": 40 * 40, "longest_edge": 48 * 48}
+    default = ImageProcessing.open(folder, read_config(folder))
+    for size in SIZES:
+        image = picture(*size, seed=3)
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        inputs = bounded.inputs(image)
+        torch.testing.assert_close(inputs["pixel_values"], made["pixel_values"], rtol=0, atol=0)
+        assert bounded.layout(*size).features == int(made["image_grid_thw"].prod()) // 4
+    assert bounded.layout(100, 100).features < default.layout(100, 100).features
+
+
+def test_what_is_not_read_with_images_is_refused_by_name(folders: dict[str, Path]) -> None:
+    for name in ("smolvlm", "gemma3"):
+        with pytest.raises(UnsupportedModelError, match=f"--max-pixels .*{name}"):
+            ImageProcessing.open(folders[name], read_config(folders[name]), max_pixels=100)
+    with pytest.raises(UnsupportedModelError, match="at least and 100 at most"):
+        ImageProcessing.open(folders["qwen2_vl"], read_config(folders["qwen2_vl"]), max_pixels=100)
+    for config, reason in (
+        (transformers.MllamaConfig(), "mllama .*cross-attention"),
+        (transformers.IdeficsConfig(), "idefics .*cross-attention"),
+        (transformers.PaliGemmaConfig(), "paligemma .*both directions"),
+        (transformers.LlamaConfig(), "llama models read no images"),
+        (transformers.AyaVisionConfig(), "images of aya_vision models are not read yet"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            ImageProcessing.open(Path("nowhere"), config)
+
+
+@pytest.mark.skipif(not WITHOUT_TORCHVISION, reason="torchvision is here")
+def test_a_processor_that_needs_torchvision_is_refused_with_the_cure(tmp_path: Path) -> None:
+    folder = make_family("lfm2_vl", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"lfm2_vl are prepared with torchvision.*pip install torchvision"):
+        ImageProcessing.open(folder, read_config(folder))
 
 
 def forward_with_features(
