@@ -69,8 +69,8 @@ def image_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     family = config.model_type
     if reason := REFUSED.get(family):
         raise UnsupportedModelError(f"{family} is not read with images: {reason}")
-    kind: type[PreTrainedModel] | None
-    kind = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, ""), None)
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, "")
+    kind: type[PreTrainedModel] | None = getattr(transformers, name, None)
     if kind is None:
         raise UnsupportedModelError(
             f"{family} models read no images: take one that does, like a Qwen3-VL or a Gemma 3"

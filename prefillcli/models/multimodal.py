@@ -82,7 +82,7 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
         raise UnsupportedModelError(f"{folder}: {whole.model_type} has no text model that scores")
     with torch.device("meta"):
         empty = part.kind._from_config(part.config, dtype=dtype)
-    prefix = _prefix(empty)
+    prefix = prefix_of_decoder(empty)
     towers = _towers(empty) if part.config is whole else []
     # Layers that only read images: the text model's forward skips them without an image.
     idle = frozenset(getattr(part.config.get_text_config(), "cross_attention_layers", None) or ())
@@ -122,8 +122,8 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
 
 def _towers(model: PreTrainedModel) -> list[str]:
     # The names of the modules beside the decoder and the head, each with a dot at its end.
-    head = _name_of_head(model)
-    kept = [_prefix(model).removesuffix("."), *([head] if head else [])]
+    head = name_of_head(model)
+    kept = [prefix_of_decoder(model).removesuffix("."), *([head] if head else [])]
     found = []
     inside = [""]
     while inside:
@@ -143,7 +143,7 @@ def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tens
     # By the model's names, the files and the names there of the decoder's tensors and those of the head. Checkpoints
     # have a decoder's tensors under one prefix, whose name varies with the version of transformers. The prefix under
     # which most names and shapes match is taken.
-    prefix = _prefix(model)
+    prefix = prefix_of_decoder(model)
     inner = {name.removeprefix(prefix): tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
     stored = {
         name: (path, tuple(tensor["shape"]))
@@ -163,7 +163,7 @@ def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tens
         for name, (path, _) in stored.items()
         if name.startswith(theirs) and (theirs or name in inner)
     }
-    if head := _name_of_head(model):
+    if head := name_of_head(model):
         for own in (name for name in wanted if name.startswith(f"{head}.")):
             last = head.rpartition(".")[2] + own.removeprefix(head)
             for name, (path, shape) in stored.items():
@@ -172,12 +172,14 @@ def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tens
     return places
 
 
-def _prefix(model: PreTrainedModel) -> str:
+def prefix_of_decoder(model: PreTrainedModel) -> str:
+    """Return what the names of all of a model's text decoder begin with, with its dot."""
     place = decoder_layers(model)
     return place.prefix.removesuffix(f"{place.name}.")
 
 
-def _name_of_head(model: PreTrainedModel) -> str | None:
+def name_of_head(model: PreTrainedModel) -> str | None:
+    """Return the name of the module that makes logits; None: there is none."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None)
 

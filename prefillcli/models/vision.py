@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from prefillcli.images.decoding import open_image
 from prefillcli.images.image import PlacedImage
 from prefillcli.models.image_processing import ImageProcessing, image_class, image_traits
-from prefillcli.models.multimodal import _name_of_head, _prefix
+from prefillcli.models.multimodal import name_of_head, prefix_of_decoder
 from prefillcli.walk.forest import UnsupportedModelError
 
 Inputs = dict[str, Tensor]
@@ -154,7 +154,8 @@ class VisionTower:
             raise ValueError(
                 f"{self._model.config.model_type} adds features after {len(layers) - 1} layers, not {added}"
             )
-        return list(torch.split(torch.stack(layers).to(dtype), counts, dim=1))
+        # Each is a copy: who keeps one does not keep its batch.
+        return [each.clone() for each in torch.split(torch.stack(layers).to(dtype), counts, dim=1)]
 
 
 def _flat(features: Any, counts: list[int]) -> Tensor:
@@ -175,7 +176,7 @@ def _without_text(kind: type[PreTrainedModel]) -> Any:
     # its name, by which transformers finds how old names of weights are changed.
     def build(self: Any, config: Any, *args: Any, **settings: Any) -> None:
         kind.__init__(self, config, *args, **settings)
-        gone = [_prefix(self).removesuffix("."), _name_of_head(self)]
+        gone = [prefix_of_decoder(self).removesuffix("."), name_of_head(self)]
         for name in filter(None, gone):
             owner, _, own = name.rpartition(".")
             setattr(self.get_submodule(owner), own, nn.Identity())
