@@ -122,7 +122,6 @@ _BLIND = {
     **dict.fromkeys(("--draft", "--keep"), "the tokens of an image are read together"),
     **dict.fromkeys(("--first", "--compute", *_RARE), "the models that read first read texts alone"),
     **dict.fromkeys(("--adapter", "--adapter-column"), "the part of the model that sees has no adapters"),
-    "--max-flips": "the models that read first read texts alone",
     "--rationale": "texts are written after prompts of text alone",
     "--evidence": "sections of texts are weighed, and no images",
     "--target-column": "the likelihood of a text is read after prompts of text alone",

@@ -18,6 +18,7 @@ import numpy as np
 
 from prefillcli.core.request import Tick
 from prefillcli.engines.base import EarlyExits, Engine, LeavingRule, Readings, Treatment
+from prefillcli.images.image import FIRST_FEATURE
 from prefillcli.models.open import WORDS, Small
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.behind import LabelSet
@@ -363,8 +364,8 @@ class WordsReader:
 
 
 def hashed_words(tokens: Int32Array) -> Float32Array:
-    """Return the hashed tokens and pairs of neighbours of a prompt, float32 [`WIDTH`]."""
-    ones = tokens.astype(np.uint64) + np.uint64(1)
+    """Return the hashed tokens and pairs of neighbours of a prompt, but for features of images, float32 [`WIDTH`]."""
+    ones = tokens[tokens < FIRST_FEATURE].astype(np.uint64) + np.uint64(1)
     hashed = np.concatenate([ones, ones[:-1] * _SPREAD + ones[1:]]) * _PAIRS
     hashed = (hashed ^ (hashed >> np.uint64(32))) * _PAIRS
     places = (hashed >> np.uint64(51)).astype(np.int64)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from prefillcli.asking.questions import QuestionAsking
 from prefillcli.errors import UsageError
 from prefillcli.models.open import NARROW_COPIES, WORDS, Small, dtype_name
+from prefillcli.options.combinations import reads_images
 from prefillcli.options.engines import CAPABILITIES, ENGINES
 from prefillcli.reading.exits.first import model_width, words_layer
 from prefillcli.reading.exits.learning import bounded_classes, provable_of
@@ -130,6 +131,8 @@ def _why_no_int8(inputs: Inputs) -> str | None:
     from prefillcli.walk.narrow import check_narrow, narrowed_layers
 
     settings, files, device = inputs.settings, inputs.opened.files, inputs.opened.device
+    if inputs.opened.images.sees and reads_images(settings):
+        return "its copy of the model would see no images"
     if settings.adapters.adapter:
         return "its copy of the model would lack the adapter"
     if settings.layers.weights == "stream":

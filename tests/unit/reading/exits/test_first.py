@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from prefillcli.engines.base import Readings
+from prefillcli.images.image import FIRST_FEATURE
 from prefillcli.plan.behind import LabelSet
 from prefillcli.reading.exits.first import WIDTH, InnerRule, WordsReader, hashed_words, readings_of
 from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, RidgeProbe
@@ -22,6 +23,8 @@ def test_words_are_counted_and_what_repeats_counts_by_its_logarithm() -> None:
     assert np.abs(twice).max() == np.float32(np.log(3))
     # Other tokens lie elsewhere, and the order of two counts.
     assert not np.array_equal(hashed_words(np.array([8, 9], np.int32)), hashed_words(np.array([9, 8], np.int32)))
+    seen = np.array([8, FIRST_FEATURE + 5, FIRST_FEATURE + 6, 9], np.int32)
+    assert np.array_equal(hashed_words(seen), hashed_words(np.array([8, 9], np.int32))), "images have no words"
     many = np.stack([hashed_words(np.array([token], np.int32)) for token in range(4096)])
     assert (np.count_nonzero(many, axis=1) == 1).all()
     assert np.count_nonzero(many.any(axis=0)) > 0.9 * WIDTH * (1 - np.exp(-4096 / WIDTH))  # as many as chance fills
