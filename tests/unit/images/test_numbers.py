@@ -53,6 +53,13 @@ def test_images_near_one_another_never_share_a_number(asked: list[tuple[int, int
             assert all(owners[number] == key for number in numbers_of)
 
 
+def test_an_image_of_every_row_has_new_numbers_before_its_own_come_again() -> None:
+    numbers = FeatureNumbers(first=100, last=163)
+    for name in range(1, 100):
+        logo, other = numbers.placed(image(0), 4), numbers.placed(image(name), 7)
+        assert not {*range(logo.first, logo.first + 4)} & {*range(other.first, other.first + 7)}
+
+
 def test_numbers_stay_in_32_bits() -> None:
     numbers = FeatureNumbers()
     numbers.placed(image(0), LAST_FEATURE - FIRST_FEATURE - 3)
