@@ -31,7 +31,7 @@ def check_image(data: bytes, *, max_pixels: int) -> RowImage:
 
     Raises ImageError for what is no PNG, JPEG, WebP or GIF file, is cut off or broken, or has more pixels than
     `max_pixels`. That is known from its header, before memory for pixels is taken. WebP files have a limit of Pillow's
-    own beside it (twice `PIL.Image.MAX_IMAGE_PIXELS`). Many rows may have one image: it is decoded once.
+    own beside it (twice its MAX_IMAGE_PIXELS). Many rows may have one image: it is decoded once.
     """
     key = blake2b(data, digest_size=16).digest()
     with _sizes_lock:
@@ -112,7 +112,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 @cache
 def _formats() -> dict[str, Callable[[io.BytesIO], Any]]:
-    """Return what opens a file, by format. `PIL.Image.open` has a limit of pixels of its own, for the whole process,
+    """Return what opens a file, by format. Pillow's own `open` has a limit of pixels of its own, for the whole process,
     and warns."""
     from PIL.GifImagePlugin import GifImageFile
     from PIL.JpegImagePlugin import jpeg_factory
@@ -126,7 +126,7 @@ def _formats() -> dict[str, Callable[[io.BytesIO], Any]]:
 
 @cache
 def _transposes() -> dict[int, Any]:
-    """Return how an image is made upright, by its orientation in EXIF, as `PIL.ImageOps.exif_transpose` does; that
+    """Return how an image is made upright, by its orientation in EXIF, as Pillow's own function for this does; that
     also writes the metadata anew, which fails where they are odd."""
     from PIL.Image import Transpose
 
