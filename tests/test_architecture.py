@@ -222,6 +222,7 @@ PROBED = {
     "prefillcli.errors": {"model_copy"},
     "prefillcli.library.session": {"name", "__arrow_c_stream__", "__arrow_c_array__"},
     "prefillcli.models.files": {"embedding_size"},
+    "prefillcli.models.image_processing": {"get_rope_index", "smart_resize"},
     "prefillcli.models.law": {"__dict__"},
     "prefillcli.models.placement": {"compressor"},
     "prefillcli.models.shape": {"sliding_window"},

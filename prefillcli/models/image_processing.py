@@ -196,7 +196,7 @@ class ImageProcessing:
         offsets.setflags(write=False)
         return ImageLayout(tokens, offsets, int(positions[0, 0, -1]) - begins)
 
-    def _processed(self, image: Image, several: bool, **settings: Any) -> dict[str, Any]:
+    def _processed(self, image: Image, several: bool, **less: Any) -> dict[str, Any]:
         # What the processor makes of one image; of two, where it is one of several.
         count = 2 if several else 1
         self._require_bearable(image, several)
@@ -206,7 +206,7 @@ class ImageProcessing:
                     images=[[image] * count],
                     text=[self.written * count],
                     text_kwargs={"add_special_tokens": False},
-                    images_kwargs={"return_tensors": "pt", **self._settings, **settings},
+                    images_kwargs={"return_tensors": "pt", **self._settings, **less},
                 )
             )
         except (ValueError, ZeroDivisionError, SystemError) as error:
