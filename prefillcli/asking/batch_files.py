@@ -85,8 +85,8 @@ def require_no_image_column(settings: JobSettings) -> None:
     """Raise UsageError for a column of images beside requests."""
     if settings.images.image_column:
         raise UsageError(
-            "--image-column: the rows are requests, which bring their own images\nleave it out, and put data URLs into "
-            "them"
+            "--image-column: the rows are requests, which bring their own images\nleave it out, and put data URLs "
+            "into them"
         )
 
 

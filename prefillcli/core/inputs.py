@@ -147,20 +147,16 @@ class OpenRows:
 
     def _images(self, opened: Opened) -> PromptImages | None:
         # What reads the images of rows: those of columns, or those in chats and requests where the model sees any.
-        # Raises UsageError for a column of images that the model cannot read, and for a folder that there is not.
+        # Raises UsageError for a column of images that the model cannot read.
         given, model = self.settings.images, opened.images
         if given.image_column:
             _require_sight(opened)
-            model.processing  # noqa: B018 - which raises UsageError before any row is read
         elif not model.sees or not reads_images(self.settings) or _blindness(opened):
             return None
-        root = given.image_root
-        if root is not None and not is_url(root) and not os.path.isdir(os.path.expanduser(root)):
-            raise UsageError(f"--image-root {root}: no such folder")
         from_outside = bool(self.asking.requests)
         read = partial(
             read_images,
-            root="" if from_outside else root or _folder_of(self.source.paths),
+            root="" if from_outside else given.image_root or _folder_of(self.source.paths),
             max_pixels=given.max_image_pixels,
             fetch=lru_cache(8)(fetch) if given.allow_urls else None,  # for rows after one another about one image
             read_file=_no_file if from_outside else read_image_file,
@@ -170,9 +166,13 @@ class OpenRows:
 
 
 def _require_sight(opened: Opened) -> None:
-    # Raise UsageError for a model that is asked in a way which has no place for images.
+    # Raise UsageError for a model without sight, and one that is asked in a way which has no place for images.
     if why := _blindness(opened):
         raise UsageError(f"--image-column: the model {why}\nleave it out, or take another model")
+    try:
+        opened.images.processing  # noqa: B018 - before any row is read
+    except UsageError as error:
+        raise UsageError(f"--image-column: {error}") from None
 
 
 def _blindness(opened: Opened) -> str:
@@ -188,6 +188,13 @@ def _blindness(opened: Opened) -> str:
 def _no_file(root: str, path: str) -> bytes:
     # Requests come from others, who name no files of this machine.
     raise ImageError("a request names a file: it may have data URLs, and with --allow-urls others")
+
+
+def require_image_folder(settings: JobSettings) -> None:
+    """Raise UsageError where the folder of images is not there."""
+    root = settings.images.image_root
+    if root is not None and not is_url(root) and not os.path.isdir(os.path.expanduser(root)):
+        raise UsageError(f"--image-root {root}: no such folder")
 
 
 def _folder_of(paths: Sequence[str]) -> str | None:

@@ -96,6 +96,8 @@ class ModelImages:
             raise UsageError(f"{origin}: a GGUF file is read without images\ntake the model as safetensors")
         if self.files.part_of is None:
             raise UsageError(f"{origin}: a {self.files.family} model reads text alone, and no images")
+        if not any((self.files.path / name).is_file() for name in _FILES):
+            raise UsageError(f"{origin}: neither {' nor '.join(_FILES)}, without which its images cannot be prepared")
         require_extra("images", "images")
 
 

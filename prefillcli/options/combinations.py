@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from prefillcli.errors import UsageError
 from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import Settings, as_typed
+from prefillcli.options.requirements import bounds_alone
 from prefillcli.options.settings import JobSettings
 
 OptionText = str
@@ -60,7 +61,7 @@ def refuse_combinations(settings: JobSettings) -> None:
 def reads_images(settings: JobSettings) -> bool:
     """Return whether images in chats and requests are read with these settings; else their rows are errors."""
     sees = "images" in ENGINES[settings.engine.engine].can
-    return sees and not any(given(settings, option) for option in _BLIND)
+    return sees and not any(given(settings, each.other) and not each.unless(settings) for each in _BLIND)
 
 
 def _parted(text: OptionText) -> tuple[str, str]:
@@ -118,16 +119,27 @@ _LEARNT = ("--exit", "--first", "--max-flips")
 _BOUNDED = (*_LEARNT, "--compute")
 _RARE = ("--recall", "--precision")
 # What is not done with prompts that have images.
-_BLIND = {
-    **dict.fromkeys(("--draft", "--keep"), "the tokens of an image are read together"),
-    **dict.fromkeys(("--first", "--compute", *_RARE), "the models that read first read texts alone"),
-    **dict.fromkeys(("--adapter", "--adapter-column"), "the part of the model that sees has no adapters"),
-    "--rationale": "texts are written after prompts of text alone",
-    "--evidence": "sections of texts are weighed, and no images",
-    "--target-column": "the likelihood of a text is read after prompts of text alone",
-    "--calibrate-with": "no image is without content",
-    "--pair-column": "an encoder reads pairs of texts",
-}
+_BLIND = (
+    *_refused("--image-column", ("--draft", "--keep"), "the tokens of an image are read together"),
+    *_refused("--image-column", ("--first", "--compute", *_RARE), "the models that read first read texts alone"),
+    *_refused(
+        "--image-column",
+        "--max-flips",
+        "alone it tries models that read first, and these read texts alone",
+        "give --exit beside it, or leave one of them out",
+        lambda settings: not bounds_alone(settings),
+    ),
+    *_refused(
+        "--image-column",
+        ("--adapter", "--adapter-column"),
+        "the part of the model that sees would be without adapters",
+    ),
+    *_refused("--image-column", "--rationale", "texts are written after prompts of text alone"),
+    *_refused("--image-column", "--evidence", "sections of texts are weighed, and no images"),
+    *_refused("--image-column", "--target-column", "the likelihood of a text is read after prompts of text alone"),
+    *_refused("--image-column", "--calibrate-with", "no image is without content"),
+    *_refused("--image-column", "--pair-column", "an encoder reads pairs of texts"),
+)
 
 REFUSED: tuple[Refused, ...] = (
     # Rows and files.
@@ -333,7 +345,7 @@ REFUSED: tuple[Refused, ...] = (
         "leave one of them out; --evidence is covered",
     ),
     # Images.
-    *(each for option, why in _BLIND.items() for each in _refused("--image-column", option, why)),
+    *_BLIND,
     *_refused("--image-column", "--format", "requests bring their own images"),
     # Heads of one's own.
     *_refused(

@@ -11,7 +11,7 @@ from prefillcli.asking.batch_files import require_batch_file
 from prefillcli.asking.decisions import DecisionAsking, for_requests
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking
-from prefillcli.core.inputs import ALL_COLUMNS, Inputs, OpenRows, open_source
+from prefillcli.core.inputs import ALL_COLUMNS, Inputs, OpenRows, open_source, require_image_folder
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
 from prefillcli.judging.calibration import content_free_prompts
 from prefillcli.models.decision_models import layout_form, require_layout
@@ -53,7 +53,8 @@ def open_rows(settings: JobSettings, carried: Sequence[str | None] = ()) -> tupl
     columns = tuple(asking.columns(source.available, compiled))
     if parts.rejects is not None:
         parts.rejects.check_source(source)  # which reads other columns from then on
-    source.select(columns=columns, carried=rows.carried)
+    source.select(columns=(*columns, *settings.images.image_column), carried=rows.carried)
+    require_image_folder(settings)
     if (column := settings.adapters.adapter_column) is not None and column not in source.available:
         raise UsageError(
             f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
