@@ -112,7 +112,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 @cache
 def _formats() -> dict[str, Callable[[io.BytesIO], Any]]:
-    """Return what opens a file, by format. Pillow's own `open` has a limit of pixels of its own, for the whole process,
+    """Return what opens a file, by format. Pillow's `open` has a limit of pixels of its own, for the whole process,
     and warns."""
     from PIL.GifImagePlugin import GifImageFile
     from PIL.JpegImagePlugin import jpeg_factory
