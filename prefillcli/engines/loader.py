@@ -56,12 +56,13 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
         arithmetic = in_smaller_numbers(model, opened.narrow)
     streamed = source if weights.mode == "stream" else None
     on_host = hidden_on_host(layers, device, streamed=streamed is not None)
+    images = PackImages(
+        opened.images, device, alone=request.arithmetic is not None
+    )  # its weights, before what is free
     free = None
     if not own.memory:
         free = int(available_memory(device) * request.share) - (0 if streamed is None else streamed.memory_bytes)
-    budget = budget_of(own, free)
-    images = PackImages(opened.images, device, alone=request.arithmetic is not None)
-    budget = images.within(budget)
+    budget = images.within(budget_of(own, free))
     if device.type == "cpu":
         keep_blocks(budget)
         if request.share == 1.0:  # not by each of several workers

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from prefillcli.images.decoding import open_image
 from prefillcli.images.image import PlacedImage
+from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.image_processing import ImageProcessing, image_class, image_traits
 from prefillcli.models.multimodal import name_of_head, prefix_of_decoder
 from prefillcli.walk.forest import UnsupportedModelError
@@ -68,7 +68,7 @@ class VisionTower:
         whole.tie_word_embeddings = False  # neither embedding nor head is there
         if getattr(whole, "audio_config", None) is not None:
             whole.audio_config = None
-        with _quiet():
+        with quiet_transformers():
             model, info = kind.from_pretrained(
                 folder, config=whole, dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
@@ -189,13 +189,3 @@ def _without_text(kind: type[PreTrainedModel]) -> Any:
         "_keys_to_ignore_on_load_unexpected": [".*"],
     }
     return type(kind.__name__, (kind,), changes)
-
-
-class _quiet:
-    # Loading reports no weights of the text model as unexpected.
-    def __enter__(self) -> None:
-        self._before = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()
-
-    def __exit__(self, *_: object) -> None:
-        transformers_logging.set_verbosity(self._before)

@@ -125,3 +125,13 @@ class Whole:
             for row in range(ROWS)
             if row not in BROKEN
         }
+
+
+def make_steady(folder: Path) -> None:
+    """Change the layers of a saved model but the first so that they change little."""
+    model = load_whole(folder)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")) and ".layers.0." not in name:
+                weight.mul_(0.02)
+    model.save_pretrained(folder)

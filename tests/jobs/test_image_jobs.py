@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from tests.jobs.image_rows import BROKEN, COLUMNS, LABELS, ROWS, Whole, write_rows
-from tests.jobs.jobs import TOLERANCE, read_output, read_report, score
+import prefillcli
+from prefillcli.engines.images import PackImages
+from tests.jobs.answers import assert_answer
+from tests.jobs.image_rows import (
+    BROKEN,
+    COLUMNS,
+    LABELS,
+    ROWS,
+    TEXTS,
+    Whole,
+    columns,
+    file_of,
+    make_steady,
+    picture,
+    pictures_of,
+    url_of,
+    write_rows,
+)
+from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.processes import Command, Hold, cut_small_windows
-from tests.jobs.test_shards import assert_same, merge
+from tests.jobs.test_shards import merge
 
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
-#: One whose images are read in tiles, and with positions in three axes, features in early layers, and attention both ways.
+#: Images in tiles; positions in three axes; these, with features in early layers too; attention both ways.
 FAMILIES = ("smolvlm", "qwen2_vl", "qwen3_vl", "gemma3")
 
 
@@ -127,3 +149,195 @@ OFTEN = ("small packs",)
 def test_a_job_has_these_answers_however_it_runs(whole: Whole, way: str) -> None:
     write_rows()
     assert_answered(WAYS[way](whole), whole)
+
+
+def bits_of(rows: Sequence[dict[str, Any]]) -> dict[str, bytes]:
+    names = ("score", "logprob_y", "logprob_n", "label_mass")
+    return {row["id"]: np.array([row[name] for name in names], dtype=float).tobytes() for row in rows}
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_deterministic_rows_have_the_same_bits_in_another_order(whole: Whole, dtype: str) -> None:
+    given = flags(whole, dtype=dtype, deterministic=True)
+    assert score(write_rows(), **given, threads=1)["exit_code"] == 0
+    write_rows("other.parquet", range(ROWS - 1, -1, -1))
+    assert score("other.parquet", "other-out.parquet", **given, threads=2, pack_tokens=150)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert bits_of(read_output("other-out.parquet")) == bits_of(rows)
+    assert_answered(rows, whole, tolerance=TOLERANCE if dtype == "float32" else 0.05)
+
+
+@pytest.mark.nightly
+def test_a_job_in_bfloat16_has_nearly_these_answers(whole: Whole) -> None:
+    assert score(write_rows(), **flags(whole, dtype="bfloat16"))["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), whole, tolerance=0.05)
+
+
+@pytest.mark.nightly
+def test_rows_with_images_leave_early(tmp_path: Path) -> None:
+    steady = Whole("qwen3_vl", tmp_path / "steady")
+    make_steady(steady.folder)
+    data = {"prompt": [f"Is it shoe {row}?" for row in range(300)], "photo": [file_of(row % 40) for row in range(300)]}
+    source = write_parquet("many.parquet", **data)
+    labels = ("c", "i")  # each the answer to half of them
+    given = {"model": steady.folder, "image_column": "photo", "labels": ",".join(labels), "dtype": "float32"}
+    assert score(source, "full.parquet", **given)["exit_code"] == 0
+    rows = read_output("full.parquet")
+    for row in (0, 41, 299):
+        said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": data["prompt"][row]}]}]
+        wanted = steady.answer(said, [picture(row % 40)], labels)
+        assert rows[row]["score"] == pytest.approx(wanted.score, abs=TOLERANCE)
+    given |= {"exit": True, "max_flips": 0.1, "exit_rows": 150}
+    assert score(source, "early.parquet", **given)["exit_code"] == 0
+    early = read_output("early.parquet")
+    assert sum(row["exit_layer"] is not None for row in early) > 30
+    assert sum(row["prediction"] != own["prediction"] for row, own in zip(early, rows, strict=True)) <= 30
+
+
+QUESTIONS = [f"Is thing {number} in it?" for number in range(10)]
+
+
+def test_questions_about_an_image_read_it_once(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+    features = PackImages._features
+    monkeypatch.setattr(PackImages, "_features", lambda self, own: encoded.extend(own) or features(self, own))
+    asked = [{"name": f"q{at}", "text": text, "labels": list(LABELS)} for at, text in enumerate(QUESTIONS)]
+    Path("q.json").write_text(json.dumps({"document": "{{ prompt }}", "questions": asked}))
+    source = write_parquet(
+        "in.parquet", prompt=["A photo. ", "A photo. ", "Two. "], photo=[file_of(1), file_of(2), file_of(1)]
+    )
+    given = {"model": whole.folder, "image_column": "photo"}
+    assert score(source, questions="q.json", **given)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    for row, (text, number) in zip(rows, [("A photo. ", 1), ("A photo. ", 2), ("Two. ", 1)], strict=True):
+        for at, question in enumerate(QUESTIONS):
+            wanted = whole.of_pictures(text + question, [number])
+            assert_answer(row, f"q{at}", dict(zip(LABELS, map(math.exp, wanted.logprobs), strict=True)))
+    assert len(encoded) == len({each.image.key for each in encoded}) == 2
+    computed = read_report()["tokens"]["computed"]
+    assert (
+        score(source, "one.parquet", template="{{ prompt }}Is thing 0 in it?", labels="y,n", **given)["exit_code"] == 0
+    )
+    assert computed < read_report("one.run.json")["tokens"]["computed"] + 3 * 10 * (len(QUESTIONS[0]) + 20)
+
+
+def test_python_has_the_answers_of_the_command(whole: Whole) -> None:
+    table = pq.read_table(write_rows())
+    given = {"image_column": COLUMNS, "labels": ",".join(LABELS), "image_root": "."}
+    found = prefillcli.score(table, whole.folder, **given)
+    assert_answered(found.to_pylist(), whole)
+    with prefillcli.Scorer(whole.folder, **given) as scorer:
+        parts = [scorer.score(table.slice(12)).to_pylist(), scorer.score(table.slice(0, 12)).to_pylist()]
+    assert_answered([*parts[0], *parts[1]], whole)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_images_are_named_in_files_of_text(whole: Whole, kind: str) -> None:
+    own = columns()
+    rows = [dict(zip(own, values, strict=True)) for values in zip(*own.values(), strict=True)]
+    for number, row in enumerate(rows):
+        for name in COLUMNS:
+            at = pictures_of(number).get(name)
+            if at is not None:
+                row[name] = url_of(at) if name == "photo" else f"{at}.png"
+            if BROKEN.get(number) == name:
+                row[name] = "data:image/png;base64,!" if name == "photo" else "gone.png"
+    if kind == "csv":
+        with Path("in.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(own))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        write_jsonl("in.jsonl", rows)
+    assert score(f"in.{kind}", **flags(whole))["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), whole)
+
+
+def test_images_of_chats_stand_where_their_parts_do(whole: Whole) -> None:
+    Path("2.png").write_bytes(file_of(2))
+    said = {"type": "text", "text": "Is this"}
+    system = {"role": "system", "content": "You look at photos."}
+    chats = [
+        [system, {"role": "user", "content": [said, {"type": "image_url", "image_url": {"url": url_of(1)}}, said]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image", "path": "2.png"}, {"type": "input_image", "image_url": url_of(1)}],
+            }
+        ],
+        [{"role": "user", "content": [{"type": "image", "path": "gone.png"}, said]}],
+        [system, {"role": "user", "content": "No image."}],
+    ]
+    shown = [
+        ([system, {"role": "user", "content": [said, {"type": "image"}, said]}], [1]),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], [2, 1]),
+        None,
+        (chats[3], []),
+    ]
+    write_jsonl("in.jsonl", [{"messages": chat} for chat in chats])
+    assert score("in.jsonl", model=whole.folder, labels="y,n", max_error_rate=0.5)["exit_code"] == 0
+    for row, wanted in zip(read_output("out.parquet"), shown, strict=True):
+        if wanted is None:
+            assert row["error"] == "invalid_image"
+            continue
+        messages, numbers = wanted
+        answer = whole.answer(messages, list(map(picture, numbers)))
+        assert row["score"] == pytest.approx(answer.score, abs=TOLERANCE)
+        assert row["prompt_tokens"] == answer.prompt_tokens
+
+
+def test_only_rows_with_changed_pictures_are_scored_again(smolvlm: Whole) -> None:
+    Path("a.png").write_bytes(file_of(1))
+    Path("b.png").write_bytes(file_of(2))
+    source = write_parquet("in.parquet", id=["a", "b"], prompt=[TEXTS[0]] * 2, photo=["a.png", "b.png"])
+    given = {"model": smolvlm.folder, "id_column": "id", "image_column": "photo", "labels": "y,n"}
+    assert score(source, "last.parquet", **given)["exit_code"] == 0
+    Path("b.png").write_bytes(file_of(3))
+    assert score(source, **given, since="last.parquet")["exit_code"] == 0
+    before, after = read_output("last.parquet"), read_output("out.parquet")
+    assert [row["score"] for row in after] == pytest.approx(
+        [smolvlm.of_pictures(TEXTS[0], [number]).score for number in (1, 3)], abs=TOLERANCE
+    )
+    assert before[0] == after[0], "also its seconds: it is taken over"
+    assert read_report()["tokens"]["prompt"] == after[1]["prompt_tokens"]
+
+
+def test_a_resumed_job_is_refused_where_the_images_may_be_others(
+    smolvlm: Whole, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_parquet("in.parquet", prompt=[TEXTS[0]] * 2, photo=[file_of(1)] * 2, other=[file_of(2)] * 2)
+    given = {"model": smolvlm.folder, "labels": "y,n"}
+    assert score(source, image_column="photo", **given)["exit_code"] == 0
+    for changed in ({"image_column": "other"}, {"image_column": ("photo", "other")}, {}):
+        assert score(source, resume=True, **given, **changed)["exit_code"] == 4
+        assert "belongs to another job" in capsys.readouterr().err
+
+
+SECRETS = ("hunter2", "AKIAEXAMPLE", "s3cr3tsig")
+
+
+def test_nothing_of_an_image_or_its_url_is_shown(smolvlm: Whole, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = [
+        "https://me:hunter2@127.0.0.1:1/a.png",
+        "http://127.0.0.1:1/a.png?X-Amz-Credential=AKIAEXAMPLE&X-Amz-Signature=s3cr3tsig",
+        "http://127.0.0.1:1/a.png?sig=s3cr3tsig&token=hunter2",
+        "s3://me:hunter2@bucket/a.png",
+        url_of(1)[:-30] + "!",
+        url_of(1),
+    ]
+    source = write_jsonl("in.jsonl", [{"prompt": TEXTS[0], "photo": url} for url in urls])
+    given = {"model": smolvlm.folder, "image_column": "photo", "labels": "y,n", "max_error_rate": 1.0}
+    for more in ({}, {"allow_urls": True, "rejects": "rejects.jsonl"}):
+        assert score(source, overwrite=True, **given, **more)["exit_code"] == 0
+        errors = [row["error"] for row in read_output("out.parquet")]
+        assert errors == ["invalid_image"] * 5 + [None]
+        said = capsys.readouterr()
+        shown = [
+            said.out,
+            said.err,
+            str(read_output("out.parquet")),
+            *(each.read_text() for each in Path().glob("out.run.*")),
+        ]
+        for text in shown:
+            assert not [secret for secret in SECRETS if secret in text]
+            assert url_of(1)[40:80] not in text
