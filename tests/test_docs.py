@@ -124,6 +124,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales
     known |= {"--workload", "--contender", "--try", "--no-try"}  # of python -m benchmarks.peers
     known |= {"--texts", "--rows", "--rotated", "--only", "--table", "--cases"}  # of python -m benchmarks.forms
+    known |= {"--checkpoint", "--pictures", "--edge", "--peers", "--no-peers"}  # of python -m benchmarks.images
     known |= {"--only", "--seconds"}  # of the GPU kit
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m training.train_sample_models
     known |= {"--layers", "--train", "--epochs"}  # of python -m benchmarks.distill_draft and recipes.train_first

@@ -143,7 +143,7 @@ class ImageProcessing:
         package, and for bounds that a processor does not have.
         """
         image_class(config)
-        processor = _open_processor(folder, config)
+        processor = open_processor(folder, config)
         settings = _bounds(processor.image_processor, config.model_type, max_pixels, min_pixels)
         return cls(processor, config, settings)
 
@@ -261,7 +261,11 @@ def _bare_model(config: PreTrainedConfig) -> Any:
     return model
 
 
-def _open_processor(folder: Path, config: PreTrainedConfig) -> Any:
+def open_processor(folder: Path, config: PreTrainedConfig) -> Any:
+    """Open transformers' own processor of a folder, without its parts for videos and sound.
+
+    Raises UnsupportedModelError where it prepares images with torchvision.
+    """
     # AutoProcessor opens a processor's parts for videos and sound too, for which it needs torchvision. They are not
     # used here: they are left out.
     family = config.model_type
