@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect, insort
 from collections import OrderedDict
+from hashlib import blake2b
+from itertools import count
 
 from prefillcli.images.image import FIRST_FEATURE, LAST_FEATURE, PlacedImage, RowImage
+
+_TRIES = 64  # of places for an image, before older images are forgotten
 
 
 class FeatureNumbers:
     """Gives the features of each image of a job numbers of their own. Thread-safe.
 
-    An image with the same content has the same numbers again, so that its prompts share it, as long as it is among the
-    `most` that were placed last. Numbers that have run out begin again. Then no image that was placed among the last
-    half of them, some 10^9 features, has a number of another one.
+    An image with the same content has the same numbers again, so that its prompts share it. They come from that
+    content: a resumed run sorts and packs prompts as the first one did, unless two images want the same numbers. No two
+    of the `most` images that were placed last share a number, as long as there are enough.
     """
 
     def __init__(self, most: int = 100_000, *, first: int = FIRST_FEATURE, last: int = LAST_FEATURE) -> None:
         self._most, self._first, self._count = most, first, last + 1 - first
-        self._places: OrderedDict[tuple[bytes, int, bool], int] = OrderedDict()  # the features given out before
-        self._given = 0
+        self._firsts: OrderedDict[tuple[bytes, int, bool], int] = OrderedDict()
+        self._taken: list[tuple[int, int]] = []  # the numbers of these images, first and one after the last, ascending
         self._lock = threading.Lock()
 
     def placed(self, image: RowImage, features: int, several: bool = False) -> PlacedImage:
         """Return the image with numbers for that many features, those that it has already where it is remembered."""
         key = image.key, features, several
         with self._lock:
-            place = self._places.pop(key, None)
-            if place is None or self._given - place > self._count // 2:
-                place = self._new_place(features)
-            self._places[key] = place
-            if len(self._places) > self._most:
-                self._places.popitem(last=False)
-        return PlacedImage(self._first + place % self._count, features, image, several)
+            if key not in self._firsts:
+                while len(self._firsts) >= self._most:
+                    self._forget()
+                self._firsts[key] = first = self._free(*key)
+                insort(self._taken, (first, first + features))
+            self._firsts.move_to_end(key)
+            return PlacedImage(self._firsts[key], features, image, several)
 
-    def _new_place(self, features: int) -> int:
-        left = self._count - self._given % self._count
-        place = self._given + (left if features > left else 0)  # an image's numbers are consecutive
-        self._given = place + features
-        return place
+    def _free(self, content: bytes, features: int, several: bool) -> int:
+        for attempt in count():
+            digest = blake2b(b"%d %d " % (several, attempt) + content, digest_size=8).digest()
+            first = self._first + int.from_bytes(digest, "little") % (self._count - features + 1)
+            at = bisect(self._taken, (first, 0))
+            before = at and self._taken[at - 1][1] > first
+            if not before and (at == len(self._taken) or self._taken[at][0] >= first + features):
+                break
+            if attempt >= _TRIES:
+                self._forget()
+        return first
+
+    def _forget(self) -> None:
+        # The image that was placed longest ago.
+        _, first = self._firsts.popitem(last=False)
+        del self._taken[bisect(self._taken, (first, 0))]

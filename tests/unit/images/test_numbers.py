@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.images.image import FIRST_FEATURE, LAST_FEATURE, RowImage
+from prefillcli.images.image import FIRST_FEATURE, LAST_FEATURE, PlacedImage, RowImage
 from prefillcli.images.numbers import FeatureNumbers
 
 
@@ -15,56 +17,60 @@ def image(name: int) -> RowImage:
     return RowImage(b"%d" % name, b"%d" % name, 1, 1)
 
 
+def numbers_of(placed: PlacedImage) -> range:
+    return range(placed.first, placed.first + placed.features)
+
+
+def disjoint(images: list[PlacedImage]) -> bool:
+    runs = sorted((own.start, own.stop) for own in map(numbers_of, images))
+    return all(before[1] <= after[0] for before, after in pairwise(runs))
+
+
 def test_an_image_has_its_numbers_again_and_others_have_their_own() -> None:
     numbers = FeatureNumbers()
     first, second = numbers.placed(image(1), 10), numbers.placed(image(2), 5)
-    assert (first.first, second.first) == (FIRST_FEATURE, FIRST_FEATURE + 10)
-    assert numbers.placed(image(1), 10) == first
     several = numbers.placed(image(1), 40, several=True)
-    assert (several.first, several.features, several.several) == (FIRST_FEATURE + 15, 40, True)
+    assert disjoint([first, second, several])
+    assert (several.features, several.several, first.features) == (40, True, 10)
     assert numbers.placed(image(1), 10) == first
     assert first.image.data == b"1"
 
 
+def test_whatever_the_order_of_images_they_have_the_same_numbers() -> None:
+    names = np.random.default_rng(3).permutation(3000).tolist()
+    some, others = (
+        {name: numbers.placed(image(name), 64) for name in order}
+        for numbers, order in ((FeatureNumbers(), names), (FeatureNumbers(), sorted(names)))
+    )
+    assert sum(some[name] != others[name] for name in names) <= 3  # that wanted the same numbers
+    assert disjoint(list(some.values()))
+    assert disjoint(list(others.values()))
+
+
 def test_the_images_that_were_placed_last_are_remembered() -> None:
-    numbers = FeatureNumbers(2)
-    one = numbers.placed(image(1), 1)
-    numbers.placed(image(2), 1)
+    numbers = FeatureNumbers(2, first=0, last=1)
+    one, two = (numbers.placed(image(name), 1) for name in (1, 2))
     assert numbers.placed(image(1), 1) == one  # and so it is later than the second one
-    numbers.placed(image(3), 1)
+    assert numbers.placed(image(3), 1).first == two.first
     assert numbers.placed(image(1), 1) == one
-    assert numbers.placed(image(2), 1).first == FIRST_FEATURE + 3
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), max_size=200), st.integers(1, 20))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), max_size=200), st.integers(4, 20))
 def test_images_near_one_another_never_share_a_number(asked: list[tuple[int, int]], most: int) -> None:
     numbers = FeatureNumbers(most, first=100, last=163)
-    owners: dict[int, tuple[int, int]] = {}  # of each number, since the last time
-    seen: list[tuple[tuple[int, int], range]] = []
+    seen: list[PlacedImage] = []
     for name, features in asked:
-        placed = numbers.placed(image(name), features)
-        own = range(placed.first, placed.first + features)
-        assert own[0] >= 100
-        assert own[-1] <= 163
-        owners |= dict.fromkeys(own, (name, features))
-        seen.append(((name, features), own))
-        # 32 numbers, half of all, are those of at least four of these images
-        for key, numbers_of in seen[-4:]:
-            assert all(owners[number] == key for number in numbers_of)
-
-
-def test_an_image_of_every_row_has_new_numbers_before_its_own_come_again() -> None:
-    numbers = FeatureNumbers(first=100, last=163)
-    for name in range(1, 100):
-        logo, other = numbers.placed(image(0), 4), numbers.placed(image(name), 7)
-        assert not {*range(logo.first, logo.first + 4)} & {*range(other.first, other.first + 7)}
+        seen.append(numbers.placed(image(name), features))
+        assert all(100 <= number <= 163 for number in numbers_of(seen[-1]))
+        last = {(each.image.key, each.features): each for each in seen[-4:]}  # of 28 numbers at most
+        assert disjoint(list(last.values()))
 
 
 def test_numbers_stay_in_32_bits() -> None:
     numbers = FeatureNumbers()
-    numbers.placed(image(0), LAST_FEATURE - FIRST_FEATURE - 3)
-    assert numbers.placed(image(1), 4).first == LAST_FEATURE - 3
-    assert numbers.placed(image(2), 4).first == FIRST_FEATURE
+    whole = numbers.placed(image(0), LAST_FEATURE + 1 - FIRST_FEATURE)
+    assert numbers_of(whole) == range(FIRST_FEATURE, LAST_FEATURE + 1)
+    assert FIRST_FEATURE <= numbers.placed(image(1), 4).first <= LAST_FEATURE - 3
 
 
 def test_threads_agree_about_every_image() -> None:
