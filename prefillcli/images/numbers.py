@@ -16,9 +16,9 @@ _TRIES = 64  # of places for an image, before older images are forgotten
 class FeatureNumbers:
     """Gives the features of each image of a job numbers of their own. Thread-safe.
 
-    An image with the same content has the same numbers again, so that its prompts share it. They come from that
-    content: a resumed run sorts and packs prompts as the first one did, unless two images want the same numbers. No two
-    of the `most` images that were placed last share a number, as long as there are enough.
+    An image with the same content has the same numbers again, so that its prompts share it. They come from its
+    content: a resumed run packs prompts as the first one did, unless two images want the same numbers. No two of the
+    `most` images that were placed last share a number, as long as there are enough.
     """
 
     def __init__(self, most: int = 100_000, *, first: int = FIRST_FEATURE, last: int = LAST_FEATURE) -> None:

@@ -174,8 +174,8 @@ def _flat(features: Any, counts: list[int]) -> Tensor:
 def _without_text(kind: type[PreTrainedModel]) -> Any:
     # The class without decoder and head, which then are no weights that transformers looks for in the files. It keeps
     # its name, by which transformers finds how old names of weights are changed.
-    def build(self: Any, config: Any, *args: Any, **settings: Any) -> None:
-        kind.__init__(self, config, *args, **settings)
+    def build(self: Any, config: Any, *args: Any, **given: Any) -> None:
+        kind.__init__(self, config, *args, **given)
         gone = [prefix_of_decoder(self).removesuffix("."), name_of_head(self)]
         for name in filter(None, gone):
             owner, _, own = name.rpartition(".")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from prefillcli.images.image import FIRST_FEATURE, ImageTraits, PlacedImage, RowImage
+from prefillcli.images.image import FIRST_FEATURE, PlacedImage, RowImage
 from prefillcli.models.image_processing import ImageProcessing
 from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.vision import VisionTower
