@@ -27,6 +27,11 @@ class FeatureNumbers:
         self._taken: list[tuple[int, int]] = []  # the numbers of these images, first and one after the last, ascending
         self._lock = threading.Lock()
 
+    @property
+    def given(self) -> bool:
+        """Whether any image was placed."""
+        return self._given > 0
+
     def placed(self, image: RowImage, features: int, several: bool = False) -> PlacedImage:
         """Return the image with numbers for that many features, those that it has already where it is remembered."""
         key = image.key, features, several

@@ -133,7 +133,7 @@ class Evaluations(Finding, RootModel[dict[str, RunEvaluation]]):
 
     def sections(self, report: RunReport) -> Iterable[Section]:
         """Return a section for each question."""
-        found = [_section_of(own, report.told_apart(name)) for name, own in self.root.items()]
+        found = [_section_of(own, report.told_apart(name), report) for name, own in self.root.items()]
         if found:
             found[0].summary = {"evaluations": {name: summary_of(own) for name, own in self.root.items()}}
         return found
@@ -452,7 +452,7 @@ _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.
 _DIAGONAL = "0,100 100,0"
 
 
-def _section_of(found: RunEvaluation, question: str) -> Section:
+def _section_of(found: RunEvaluation, question: str, report: RunReport) -> Section:
     """Return the evaluation of the answers to a question in terminal and page, with its name if it has one."""
     labels = [
         [each.label, f"{each.rows:,}",
@@ -472,11 +472,11 @@ def _section_of(found: RunEvaluation, question: str) -> Section:
             Part(title="Labels as numbers", table=_ordered_table(found)),
             Part(title="Confusion", table=_confusion(found)),
             Part(title="Each label against the rest", table=[header, *labels] if labels else None),
-            Part(title="Surest and wrong", table=_rows_table(found.surest_wrong)),
+            Part(title="Surest and wrong", table=_rows_table(found.surest_wrong, report)),
             Part(
                 title="Near the threshold",
                 above=near,
-                table=_rows_table(found.near_threshold),
+                table=_rows_table(found.near_threshold, report),
                 text="" if found.near_threshold or found.brier.value is None else "No row is near.",
             ),
         ],
@@ -507,13 +507,13 @@ def _numbers_of(figures: NumberFigures) -> list[Estimate]:
     return [figures.spearman, figures.pearson, figures.mean_error, figures.root_mean_square_error]
 
 
-def _rows_table(rows: list[EvaluatedRow]) -> TableRows | None:
+def _rows_table(rows: list[EvaluatedRow], report: RunReport) -> TableRows | None:
     if not rows:
         return None
     table = [["row", "score", "right answer", "prediction", "probability"]]
     for row in rows:
         probability = f"{100 * row.probability:.1f} %"
-        table.append([row_name(row.row, row.id), f"{row.score:.4f}", row.truth, row.prediction, probability])
+        table.append([report.name_cell(row.row, row.id), f"{row.score:.4f}", row.truth, row.prediction, probability])
         if row.text is not None:
             table.append([row.text])
     return table

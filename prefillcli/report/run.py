@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticSerializationError
 
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
@@ -25,6 +25,7 @@ from prefillcli.errors import (
     shown_report,
     without_secrets,
 )
+from prefillcli.images.thumbnails import Thumbnail
 from prefillcli.prompts.thinking import Way
 from prefillcli.report.finding import Finding
 from prefillcli.report.section import (
@@ -346,6 +347,8 @@ class RunReport(BaseModel):
     slowest: list[SlowRow] = Field(default_factory=list)
     failed: list[FailedRow] = Field(default_factory=list)
     memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
+    # By a row's id, or its number where rows have no ids: for the page alone.
+    _thumbnails: dict[int | str | None, tuple[Thumbnail, ...]] = PrivateAttr(default_factory=dict)
 
     @property
     def findings(self) -> dict[str, Any]:
@@ -382,6 +385,14 @@ class RunReport(BaseModel):
     def take_use(self, use: PoolUse) -> None:
         """Take over the work of engines."""
         self.weights, self.reduced, self.workers = use.weights, use.reduced, list(use.workers)
+
+    def take_thumbnails(self, found: Mapping[int | str | None, tuple[Thumbnail, ...]]) -> None:
+        """Take small copies of the images of some rows, by id or number, for the page."""
+        self._thumbnails = dict(found)
+
+    def name_cell(self, row: int | None, own: str | None) -> Cell:
+        """Return a table's cell with a row's name, and on the page small copies of its images."""
+        return Cell(row_name(row, own), "name", self._thumbnails.get(row if own is None else own, ()))
 
     def take_memory(self, samples: Sequence[tuple[float, int, int]]) -> None:
         """Take over the memory in use: seconds, bytes of the host, bytes of the device."""
@@ -510,6 +521,7 @@ def to_json(report: RunReport) -> str:
 # The sections about a run, for its page, the terminal and Prometheus.
 
 
+_MOST_IMAGES = 100  # on a page
 _BESIDE = ("read", "render", "tokenize")
 _PHASES = {
     "load": "load the models",
@@ -547,6 +559,7 @@ def run_html(report: RunReport) -> str:
         notes.append(f"{report.chat.said[0].upper()}{report.chat.said[1:]} (--thinking).")
     verdict = verdict_of(report)
     *sections, prompts = run_sections(report)
+    _leave_few_images(sections)
     settings = Section(
         title="Settings, versions, fingerprint",
         folded=True,
@@ -562,6 +575,15 @@ def run_html(report: RunReport) -> str:
         title=f"{verdict.text} - prefill score {report.output or ''}",
         verdict=(verdict.text, verdict.kind),
     )
+
+
+def _leave_few_images(sections: Sequence[Section]) -> None:
+    # A row may be named several times: a page has few images however often.
+    left = _MOST_IMAGES
+    tables = [part.table for section in sections for part in section.parts if part.table]
+    for cell in (cell for table in tables for row in table for cell in row if isinstance(cell, Cell)):
+        cell.images = cell.images[:left]
+        left -= len(cell.images)
 
 
 def run_sections(report: RunReport) -> Iterator[Section]:
@@ -686,7 +708,7 @@ def _least_sure(report: RunReport) -> Section:
     section, shown = Section(title="Least sure, by question"), []
     for name, own in report.answers.items():
         rows = [
-            [Cell(row_name(row.row, row.id), "name"), row.answer, f"{row.probability:.3f}"] for row in own.least_sure
+            [report.name_cell(row.row, row.id), row.answer, f"{row.probability:.3f}"] for row in own.least_sure
         ]
         if rows:
             table = [["row", "answer", "probability"], *rows]

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefillcli.errors import counted as counted
+from prefillcli.images.thumbnails import Thumbnail
 from prefillcli.rows.output.tallies import LENGTH_EDGES
 from prefillcli.runtime import log
 
@@ -358,14 +359,16 @@ TableRows = list[list[str]]
 
 
 class Cell(str):
-    """A text of a table that looks different on the page: `kind` is a class of its style."""
+    """A text of a table that looks different on the page: `kind` is a class of its style, and `images` stand below
+    it."""
 
-    def __new__(cls, text: str, kind: str) -> Cell:
+    def __new__(cls, text: str, kind: str, images: tuple[Thumbnail, ...] = ()) -> Cell:
         cell = super().__new__(cls, text)
-        cell.kind = kind
+        cell.kind, cell.images = kind, images
         return cell
 
     kind: str
+    images: tuple[Thumbnail, ...]
 
 
 WIDTH = 80  # columns of the tables of results, however wide the terminal is

@@ -31,6 +31,7 @@ from prefillcli.judging.likelihood import LikelihoodJudge
 from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
 from prefillcli.judging.review import Reviewing
+from prefillcli.judging.thumbnails import Illustrating
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.requirements import asks_more, bounds_alone, compresses, leaves_early, spelled_out
 from prefillcli.options.settings import JobSettings
@@ -126,6 +127,7 @@ def compose(settings: JobSettings, available: Sequence[str] = (), first: Mapping
         rejects,
         reviewing,
         AdapterJudge(settings.adapters) if settings.adapters.adapter else None,
+        None if settings.thumbnails.no_thumbnails else Illustrating(),
     )
     return Parts(
         asking,
@@ -184,5 +186,5 @@ def _follow_ups(
 # All judges: what they find is computed anew for an output merged from shards, where it can be.
 JUDGES: tuple[type[Judge], ...] = (
     *(LikelihoodJudge, QuestionJudge, RationaleFollowUp, Earlier, Calibrating, Compress, Exits, Heads, Estimating),
-    *(Evaluating, Rejects, Reviewing, AdapterJudge),
+    *(Evaluating, Rejects, Reviewing, AdapterJudge, Illustrating),
 )

@@ -1,0 +1,52 @@
+"""Small copies of images, for pages: made of the pixels, so that nothing else of a file is in them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prefillcli.images.decoding import open_image
+from prefillcli.images.image import ImageError, RowImage
+
+LONGEST = 96  # pixels of the longer side
+MOST_BYTES = 6000  # of a thumbnail's file
+MOST_OF_ROW = 3
+_QUALITIES = (60, 35, 15)  # of JPEG, the best that is small enough
+
+
+class Thumbnail(NamedTuple):
+    """A small JPEG copy of an image as a data URL, its `width` and `height` in pixels, and what stands for it where it
+    is not seen."""
+
+    url: str
+    width: int
+    height: int
+    text: str
+
+
+def thumbnails_of(images: Iterable[RowImage]) -> tuple[Thumbnail, ...]:
+    """Return small copies of a row's images, of the first `MOST_OF_ROW` that can be decoded."""
+    found: list[Thumbnail] = []
+    for number, image in enumerate(images, start=1):
+        if len(found) == MOST_OF_ROW:
+            break
+        try:
+            found.append(_thumbnail(image, f"image {number}, {image.width} x {image.height} pixels"))
+        except ImageError:  # which was checked by a decoder that read no pixels
+            continue
+    return tuple(found)
+
+
+def _thumbnail(image: RowImage, text: str) -> Thumbnail:
+    small, longest = open_image(image.data), LONGEST
+    while True:
+        small.thumbnail((longest, longest))
+        for quality in _QUALITIES:
+            file = io.BytesIO()
+            small.save(file, "JPEG", quality=quality, optimize=True)
+            if file.tell() <= MOST_BYTES:
+                url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+                return Thumbnail(url, *small.size, text)
+        longest //= 2
