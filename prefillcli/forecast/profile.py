@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from prefillcli.errors import UsageError
 from prefillcli.forecast.survey import Survey
 from prefillcli.models.open import Opened
-from prefillcli.models.shape import seen_pairs
+from prefillcli.models.shape import NoCostModel, prefill_flops, seen_pairs
 from prefillcli.options.engines import ENGINES
 from prefillcli.options.settings import JobSettings
 from prefillcli.plan.pack import Pack
@@ -150,6 +150,8 @@ class Profile(BaseModel):
     max_model_tokens: int  # the model's own limit
     modes: list[ModeResult] = Field(default_factory=list)
     completion: Curve
+    # Operations of the vision tower in a second, as `TowerShape` counts them; None where it was not measured.
+    tower_speed: float | None = None
     no_completion: str | None = None  # the reason if the curve is not good enough to predict with
     survey: Survey | None = None  # of the input, if one was given
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -199,8 +201,9 @@ class Profile(BaseModel):
         return next((f"it was made {how}" for how in different), None)
 
     def seconds(self, plan: Plan) -> float:
-        """Return the predicted seconds of the model over `plan`."""
-        return self.completion.seconds(plan)
+        """Return the predicted seconds of the model over `plan`, with those of its vision tower."""
+        seen = sum(image.operations for pack in plan.packs for image in pack.images)
+        return self.completion.seconds(plan) + (seen / self.tower_speed if self.tower_speed else 0.0)
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
         """Return the number of tokens, 1 to `most`, that the model computes in this time."""
@@ -239,7 +242,18 @@ def find_profile(
     if profile.no_completion is not None:
         why = f"{name} holds no completion times: {profile.no_completion}"
         return None, name, f"{why}; run `prefill profile` again on a quiet machine"
+    if profile.tower_speed is None and opened.images.sees:
+        profile = profile.model_copy(update={"tower_speed": _text_speed(profile.completion, opened)})
     if (read := opened.files.read_layers) is not None:
         curve = profile.completion.of_layers(read / opened.files.config.get_text_config().num_hidden_layers)
         profile = profile.model_copy(update={"completion": curve})
     return profile, name, None
+
+
+def _text_speed(curve: Curve, opened: Opened) -> float | None:
+    # The operations a second of the text model in its longest prompt, as about those of its vision tower.
+    tokens, _, seconds = curve.points[-1]
+    try:
+        return prefill_flops(opened.files.config.get_text_config(), tokens).total / seconds if seconds else None
+    except NoCostModel:
+        return None

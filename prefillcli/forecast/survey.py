@@ -64,6 +64,16 @@ class Lengths(BaseModel):
     histogram: list[dict[str, int]]
 
 
+class SurveyImages(BaseModel):
+    """The images of the rows. The vision tower reads equal ones once, as far as they are scored together."""
+
+    images: int  # of all rows with a prompt
+    distinct: int  # by their content
+    tokens: int  # that stand for them in the prompts
+    share: float  # of all tokens in the prompts
+    errors: int  # rows with an image that cannot be read
+
+
 class Cost(BaseModel):
     """The work of a way to score. Seconds and price concern only the model, and are null without a profile."""
 
@@ -88,6 +98,7 @@ class Survey(BaseModel):
     rows: SurveyRows = Field(default_factory=SurveyRows)
     prompt_tokens: int = 0
     lengths: Lengths | None = None  # None without prompts
+    images: SurveyImages | None = None  # None where no row has any
     duplicates: int = 0  # rows whose prompt, token by token, is that of an earlier row
     windows: int = 0
     unique_tokens: int = 0  # least that the windows must compute: what their prompts share counts once
@@ -144,6 +155,10 @@ def _lines(survey: Survey) -> Iterator[tuple[str, str]]:
         shares = ", ".join(f"{name} % {tokens:,}" for name, tokens in lengths.percentiles.items())
         yield "tokens", f"{survey.prompt_tokens:,} in prompts, {survey.unique_tokens:,} unique"
         yield "lengths", f"{lengths.least:,} to {lengths.most:,}, mean {lengths.mean:,.0f}; {shares}"
+    if (images := survey.images) is not None:
+        invalid = f"; {counted(images.errors, 'row')} with one that cannot be read" if images.errors else ""
+        tokens = f"{images.tokens:,} tokens ({images.share:.1%} of those in prompts)"
+        yield "images", f"{images.images:,}, {images.distinct:,} distinct: {tokens}{invalid}"
     if survey.duplicates:
         yield "duplicates", f"{counted(survey.duplicates, 'row')} with the whole prompt of an earlier one"
     most = min(limits["max_tokens"], limits["max_length"])
@@ -182,6 +197,8 @@ class InputStatistics:
         self._rows = SurveyRows()
         self._codes: Counter[str] = Counter()
         self._digests: list[npt.NDArray[np.uint64]] = []
+        self._images: list[npt.NDArray[np.uint64]] = []  # the images of each row, by their digests
+        self._image_tokens = 0
 
     @property
     def tokens(self) -> int:
@@ -207,6 +224,10 @@ class InputStatistics:
         self.lengths.update(map(len, tokens))
         digests = (int.from_bytes(blake2b(each.tobytes(), digest_size=8).digest(), "little") for each in tokens)
         self._digests.append(np.fromiter(digests, np.uint64, len(tokens)))
+        self._image_tokens += sum(image.tokens for prompt in window.prompts for image in prompt.images)
+        shown = {prompt.row: prompt.images for prompt in window.prompts if prompt.images}
+        keys = [int.from_bytes(image.image.key[:8], "little") for images in shown.values() for image in images]
+        self._images.append(np.array(keys, np.uint64))
 
     def rows(self, more_errors: Counter[str]) -> SurveyRows:
         """Return rows by their outcome, with errors that were found elsewhere."""
@@ -216,6 +237,20 @@ class InputStatistics:
         rows.prompts = rows.total - rows.errors - rows.skipped - rows.empty
         rows.too_long = rows.truncated + rows.skipped + codes[ErrorCode.PROMPT_TOO_LONG]
         return rows
+
+    @property
+    def images(self) -> SurveyImages | None:
+        """The images of all windows; None without any, and without rows whose images cannot be read."""
+        keys, errors = np.concatenate([np.empty(0, np.uint64), *self._images]), self._codes[ErrorCode.INVALID_IMAGE]
+        if not len(keys) and not errors:
+            return None
+        return SurveyImages(
+            images=len(keys),
+            distinct=len(np.unique(keys)),
+            tokens=self._image_tokens,
+            share=self._image_tokens / max(self.tokens, 1),
+            errors=errors,
+        )
 
     @property
     def duplicates(self) -> int:

@@ -59,11 +59,13 @@ class ImageLayout:
     `tokens` int32 [tokens] are token ids, and `FEATURE` where a feature stands. Where positions have several axes,
     `offsets` int32 [axes, features] are those of the features, counted from the position at which the image begins,
     and the token after the image is `advance` positions after that. None: its tokens are counted like text.
+    `operations` are those that the vision tower takes for its features, about.
     """
 
     tokens: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int32] | None = None
     advance: int = 0
+    operations: float = 0.0
 
     @property
     def features(self) -> int:
@@ -75,10 +77,13 @@ class ImageLayout:
 class PlacedImage:
     """An image in prompts: its features have the numbers from `first` on.
 
-    `several`: it is one of several images of its row, which some models read in another resolution.
+    `several`: it is one of several images of its row, which some models read in another resolution. `tokens` and
+    `operations` are those of its layout, for forecasts.
     """
 
     first: int
     features: int
     image: RowImage
     several: bool = False
+    tokens: int = field(default=0, compare=False)
+    operations: float = field(default=0.0, compare=False)

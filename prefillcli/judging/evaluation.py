@@ -39,7 +39,6 @@ from prefillcli.report.section import (
     counted,
     percent_interval,
     percent_or_nothing,
-    row_name,
     visible,
 )
 from prefillcli.rows.input.selection import BATCH_ROWS

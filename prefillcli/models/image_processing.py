@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,48 @@ def _base_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return base
 
 
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """Sizes of a vision tower: the `side` of a patch in pixels, the `numbers` of one, width, layers, the width inside
+    their MLP and its matrices, and the share of the layers in which all patches of an image see each other."""
+
+    side: int
+    numbers: int
+    hidden: int
+    layers: int
+    inner: int
+    matrices: int
+    seeing_all: float
+
+    @classmethod
+    def of(cls, config: Any) -> TowerShape:
+        """Return the sizes in the configuration of a vision tower, whose families have names of their own for them."""
+        side = int(np.atleast_1d(config.patch_size)[0])
+        frames = int(np.atleast_1d(getattr(config, "temporal_patch_size", 1))[0])
+        hidden = getattr(config, "embed_dim", None) or config.hidden_size
+        layers = getattr(config, "depth", None) or config.num_hidden_layers
+        windows = getattr(config, "window_size", None)
+        return cls(
+            side=side,
+            numbers=3 * frames * side * side,
+            hidden=hidden,
+            layers=layers,
+            inner=int(getattr(config, "intermediate_size", None) or hidden * getattr(config, "mlp_ratio", 4)),
+            matrices=3 if getattr(config, "hidden_act", "") == "silu" else 2,
+            seeing_all=len(getattr(config, "fullatt_block_indexes", ())) / layers if windows else 1.0,
+        )
+
+    def operations(self, pixels: Tensor) -> float:
+        """Return the operations for an image's pixel values: products with weights, and attention of each of its parts
+        that the tower reads by themselves. The projection to the text model's width is left out."""
+        patches = pixels.numel() / self.numbers
+        # [..., channels, height, width] of each part, or [patches, numbers] of one, or of several.
+        alone = pixels.shape[-1] * pixels.shape[-2] / self.side**2 if pixels.dim() > 3 else pixels.shape[-2]
+        weights = self.hidden * (4 * self.hidden + self.matrices * self.inner)
+        attending = 4 * self.hidden * alone * self.seeing_all
+        return float(patches * (2 * self.hidden * self.numbers + self.layers * (2 * weights + attending)))
+
+
 class ImageProcessing:
     """A model's own processor of images.
 
@@ -179,8 +222,9 @@ class ImageProcessing:
         ids = ids[before : len(ids) - after]
         tokens = np.where(ids == self.traits.feature, FEATURE, ids).astype(np.int32)
         tokens.setflags(write=False)
+        operations = TowerShape.of(self._config.vision_config).operations(made["pixel_values"])
         if self._positions is None:
-            return ImageLayout(tokens)
+            return ImageLayout(tokens, operations=operations)
         if (tokens != FEATURE).any():
             raise UnsupportedModelError(
                 f"{self._config.model_type}: positions of images with text between features are not known"
@@ -194,7 +238,7 @@ class ImageProcessing:
         begins = int(positions[0, 0, 0])
         offsets = (positions[:, 0, :-1] - begins).numpy().astype(np.int32)
         offsets.setflags(write=False)
-        return ImageLayout(tokens, offsets, int(positions[0, 0, -1]) - begins)
+        return ImageLayout(tokens, offsets, int(positions[0, 0, -1]) - begins, operations)
 
     def _processed(self, image: Image, several: bool, **less: Any) -> dict[str, Any]:
         # What the processor makes of one image; of two, where it is one of several.

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from prefillcli.images.decoding import open_image
 from prefillcli.images.image import PlacedImage
 from prefillcli.models.completeness import quiet_transformers
-from prefillcli.models.image_processing import ImageProcessing, image_class, image_traits
+from prefillcli.models.image_processing import ImageProcessing, TowerShape, image_class, image_traits
 from prefillcli.models.multimodal import name_of_head, prefix_of_decoder
 from prefillcli.walk.forest import UnsupportedModelError
 
@@ -126,15 +126,9 @@ class VisionTower:
 
     def _bytes(self, inputs: dict[str, Tensor]) -> int:
         # Generous: as if every layer kept its hidden states, as some families' towers do.
-        config: Any = self._model.config.vision_config
-        pixels = inputs["pixel_values"]
-        sides = np.atleast_1d(config.patch_size)
-        frames = np.atleast_1d(getattr(config, "temporal_patch_size", 1))
-        patches = pixels.numel() / (3 * int(sides[0]) ** 2 * int(frames[0]))
-        hidden = getattr(config, "embed_dim", None) or config.hidden_size
-        depth = getattr(config, "depth", None) or config.num_hidden_layers
-        inner = getattr(config, "intermediate_size", None) or hidden * getattr(config, "mlp_ratio", 4)
-        numbers = patches * (hidden * (12 + depth) + 3 * inner) + 2 * pixels.numel()
+        pixels, own = inputs["pixel_values"], TowerShape.of(self._model.config.vision_config)
+        patches = pixels.numel() / own.numbers
+        numbers = patches * (own.hidden * (12 + own.layers) + 3 * own.inner) + 2 * pixels.numel()
         mask = patches * patches if self._joined else 0
         return int((numbers + mask) * self._model.dtype.itemsize) + 2 * pixels.nbytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -91,7 +91,11 @@ class ImagePlaces:
         except ImageError as error:
             return RowError(ErrorCode.INVALID_IMAGE, str(error))
         placed = tuple(
-            self._numbers.placed(image, layout.features, several=several)
+            replace(
+                self._numbers.placed(image, layout.features, several=several),
+                tokens=len(layout.tokens),
+                operations=layout.operations,
+            )
             for image, layout in zip(images, layouts, strict=True)
         )
         pieces: list[Int32Array] = []

@@ -707,9 +707,7 @@ def _doubt(report: RunReport, name: str) -> str:
 def _least_sure(report: RunReport) -> Section:
     section, shown = Section(title="Least sure, by question"), []
     for name, own in report.answers.items():
-        rows = [
-            [report.name_cell(row.row, row.id), row.answer, f"{row.probability:.3f}"] for row in own.least_sure
-        ]
+        rows = [[report.name_cell(row.row, row.id), row.answer, f"{row.probability:.3f}"] for row in own.least_sure]
         if rows:
             table = [["row", "answer", "probability"], *rows]
             section.parts.append(Part(title=name, table=table, words=(0, 1)))

@@ -170,6 +170,7 @@ def survey(
         rows=found.rows(costs.errors),
         prompt_tokens=found.tokens,
         lengths=lengths_of(found.lengths),
+        images=found.images,
         duplicates=found.duplicates,
         windows=costs.windows,
         unique_tokens=costs.unique_tokens,

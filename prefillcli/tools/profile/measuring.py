@@ -4,6 +4,7 @@ mode, which the memory law predicts and a run confirms."""
 from __future__ import annotations
 
 import ctypes
+import io
 import multiprocessing
 import signal
 import time
@@ -21,7 +22,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from prefillcli.errors import PrefillError, ResourceError, brief, out_of_memory, shown
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_memory, shown
 from prefillcli.forecast.profile import (
     MOST_ERROR,
     Confirmation,
@@ -31,11 +32,15 @@ from prefillcli.forecast.profile import (
     features,
     this_machine,
 )
+from prefillcli.images.decoding import check_image
+from prefillcli.images.image import PlacedImage
 from prefillcli.models.find import ModelFiles
+from prefillcli.models.images import ModelImages
 from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
 from prefillcli.models.load import load_model
 from prefillcli.models.open import open_model
 from prefillcli.models.shape import Shape
+from prefillcli.models.vision import BATCH_BYTES
 from prefillcli.options.commands import ProfileSettings
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
@@ -322,6 +327,38 @@ def time_packs(settings: ProfileSettings) -> tuple[int, int, Curve]:
     return budget, chunk, measure_curve(run, lengths, vocabulary, windows)
 
 
+_BLANK = 448  # pixels of the edges of the image that a vision tower is timed with
+
+
+def time_tower(settings: ProfileSettings) -> float | None:
+    """Return, in a child, the operations of a model's vision tower in a second, as `TowerShape` counts them; None for
+    a model that has none, or none that is read."""
+    files, device = open_model(settings.lm)
+    torch.set_num_threads(int(settings.lm.threads))
+    images = ModelImages(files, settings.images.max_pixels, settings.images.min_pixels)
+    try:
+        layout, tower = images.processing.layout(_BLANK, _BLANK), images.load_tower(device, BATCH_BYTES)
+    except UsageError:
+        return None
+    placed = PlacedImage(0, layout.features, check_image(_blank_file(), max_pixels=_BLANK**2))
+    inputs = tower.inputs(placed)
+
+    def run() -> float:
+        begun = time.perf_counter()
+        tower.features([placed], lambda _: inputs)[0].sum().item()  # waits for the device
+        return time.perf_counter() - begun
+
+    return layout.operations / min(run() for _ in range(1 + ROUNDS))
+
+
+def _blank_file() -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (_BLANK, _BLANK)).save(file, "PNG")
+    return file.getvalue()
+
+
 # The longest prompt of each mode.
 
 
@@ -396,6 +433,7 @@ def measured_profile(
     announce("completion times: packs of several lengths")
     budget, chunk, curve = in_child(time_packs, own)
     own = own.with_options({"chunk_tokens": chunk})
+    tower_speed = in_child(time_tower, own)
     weak = f"its mean error on packs left out is {curve.error:.0%}, and {MOST_ERROR:.0%} is the most"
     profile = Profile(
         model=hash_model(files.origin),
@@ -408,6 +446,7 @@ def measured_profile(
         chunk_tokens=chunk,
         max_model_tokens=files.max_length,
         completion=curve,
+        tower_speed=tower_speed,
         no_completion=None if curve.error <= MOST_ERROR else f"{weak}; after {curve.rounds} rounds",
         settings=shown(settings.to_json()),
     )
