@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from prefillcli.images.decoding import open_image
-from prefillcli.images.image import ImageError, RowImage
+from prefillcli.images.image import RowImage
 
 LONGEST = 96  # pixels of the longer side
 MOST_BYTES = 6000  # of a thumbnail's file
@@ -26,17 +26,12 @@ class Thumbnail(NamedTuple):
     text: str
 
 
-def thumbnails_of(images: Iterable[RowImage]) -> tuple[Thumbnail, ...]:
-    """Return small copies of a row's images, of the first `MOST_OF_ROW` that can be decoded."""
-    found: list[Thumbnail] = []
-    for number, image in enumerate(images, start=1):
-        if len(found) == MOST_OF_ROW:
-            break
-        try:
-            found.append(_thumbnail(image, f"image {number}, {image.width} x {image.height} pixels"))
-        except ImageError:  # which was checked by a decoder that read no pixels
-            continue
-    return tuple(found)
+def thumbnails_of(images: Sequence[RowImage], most: int = MOST_OF_ROW) -> tuple[Thumbnail, ...]:
+    """Return small copies of the first images of a row, at most so many."""
+    return tuple(
+        _thumbnail(image, f"image {number}, {image.width} x {image.height} pixels")
+        for number, image in enumerate(images[:most], start=1)
+    )
 
 
 def _thumbnail(image: RowImage, text: str) -> Thumbnail:

@@ -86,6 +86,6 @@ def _thumbnails(run: Run, names: Mapping[int, Name]) -> Iterator[tuple[Name, tup
                 prompts, _ = builder.build(batch.only(np.array([at], np.int64)), run.inputs.labels)
                 images = next((prompt.images for prompt in prompts if prompt.images), ())
                 if images:
-                    yield names[row], thumbnails_of(each.image for each in images)
+                    yield names[row], thumbnails_of([each.image for each in images])
     finally:
         builder.close()

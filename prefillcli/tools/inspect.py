@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,8 @@ from prefillcli.core.request import ReadPrompt, Request, Tick, answer_requests, 
 from prefillcli.core.windows import FoundRow, find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.images.image import ImageLayout, PlacedImage
+from prefillcli.images.thumbnails import thumbnails_of
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.requirements import compresses
 from prefillcli.prompts.labels import Labels
@@ -43,9 +45,10 @@ from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.arrays import Float64Array
 from prefillcli.stats.labels import normalised, read_out
 from prefillcli.tools.inspection import (
+    MOST_IMAGES,
     AnswerView,
     Inspection,
-    image_section,
+    image_views,
     margin_curve,
     next_views,
     no_score,
@@ -71,6 +74,7 @@ class Summary(Ended):
     score: float | None = None  # of the prompt in full
     score_compressed: float | None = None
     html: str | None = None
+    images: list[dict[str, int]] | None = None  # width, height, tokens, first: the number of its first token
 
 
 def inspect_job(settings: InspectSettings) -> dict[str, Any]:
@@ -87,7 +91,8 @@ def inspect_job(settings: InspectSettings) -> dict[str, Any]:
             write_html(inspection, settings.shown.html)
             summary.html = settings.shown.html
         summary.status, summary.exit_code = "complete", 0
-    return {name: value for name, value in vars(summary).items() if name != "error" or value is not None}
+    told = vars(summary).items()
+    return {name: value for name, value in told if name not in ("error", "images") or value is not None}
 
 
 def _inspect(
@@ -158,7 +163,7 @@ def _inspect(
         summary.method = scored.method
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
-        sections, whole = [image_section(prompt)] if prompt.images else [], scored
+        sections, whole = [], scored
         if len(asked) > 1:
             every_answer = _answers_of(loaded.engine, [each for each in prompts if each.row == found.row], tick)
             sections.append(_every_answer(every_answer, asked, settings.answers.temperature))
@@ -173,6 +178,9 @@ def _inspect(
         if view is not None and own is not None and not view.is_finite:
             detail = f"label log-probabilities {own.logprobs.tolist()}"
             raise no_score(found.row, found.id, RowError(ErrorCode.NONFINITE_SCORE, detail))
+    images = image_views(prompt, lambda each: _layout(inputs, each))
+    summary.images = [asdict(each) for each in images] or None
+    most = 0 if settings.shown.html is None or settings.thumbnails.no_thumbnails else MOST_IMAGES
     summary.score, summary.score_compressed = (None if view is None else view.score for view in views)
     return Inspection(
         row=prompt.row,
@@ -200,7 +208,14 @@ def _inspect(
         scored=scored,
         further=sections,
         next=next_views(opened.tokenizer, shown.next),
+        images=images,
+        thumbnails=thumbnails_of([each.image for each in prompt.images], most),
     )
+
+
+def _layout(inputs: Inputs, placed: PlacedImage) -> ImageLayout:
+    image = placed.image
+    return inputs.opened.images.processing.layout(image.width, image.height, placed.several)
 
 
 def _answers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -21,7 +21,8 @@ from rich.text import Text
 from prefillcli.core.request import ReadPrompt, TokenReason
 from prefillcli.engines.base import Readings
 from prefillcli.errors import PrefillError
-from prefillcli.images.image import FIRST_FEATURE
+from prefillcli.images.image import FEATURE, ImageLayout, PlacedImage
+from prefillcli.images.thumbnails import Thumbnail
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder, token_texts
@@ -297,20 +298,6 @@ def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
     ]
 
 
-def image_section(prompt: Prompt) -> Section:
-    """Return the images of a prompt: their sizes, and the tokens that stand for them."""
-    rows = [["image", "pixels", "tokens", "from", "to"]]
-    features = np.flatnonzero(prompt.tokens >= FIRST_FEATURE)
-    at = 0
-    for number, each in enumerate(prompt.images, 1):
-        own = features[at : at + each.features]
-        at += each.features
-        places = [f"{own[0]:,}", f"{own[-1]:,}"] if len(own) else ["", ""]
-        rows.append([f"{number}", f"{each.image.width:,} x {each.image.height:,}", f"{each.features:,}", *places])
-    note = "Tokens that are features of the image, between the first and the last place in the prompt, counted from 0."
-    return Section(title="Images", parts=[Part(table=rows, words=(0, 1), note=note)])
-
-
 def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
     """Return the tokens that the model may write next."""
     if told is None:
@@ -354,6 +341,33 @@ class AnswerView:
         return math.isfinite(self.score)
 
 
+MOST_IMAGES = 100  # of a prompt, with thumbnails
+
+
+@dataclass(frozen=True, slots=True)
+class ImageView:
+    """An image in the prompt: its size in pixels, its tokens, those that the model's processor writes around features
+    included, and the place of the first of them."""
+
+    width: int
+    height: int
+    tokens: int
+    first: int
+
+
+def image_views(prompt: Prompt, layout: Callable[[PlacedImage], ImageLayout]) -> list[ImageView]:
+    """Return the images of a prompt, whose layouts are known, in their order."""
+    found: list[ImageView] = []
+    end = 0
+    for each in prompt.images:
+        own = layout(each)
+        feature = end + int(np.argmax(prompt.tokens[end:] == each.first))
+        first = feature - int(np.argmax(own.tokens == FEATURE))
+        end = first + len(own.tokens)
+        found.append(ImageView(each.image.width, each.image.height, len(own.tokens), first))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """One row. `tokens` are in the order of the prompt, `shared` in ascending order of tokens."""
@@ -375,6 +389,8 @@ class Inspection:
     scored: ScoredRow | None = None  # as in a job
     further: Sequence[Section] = ()  # sections on the further questions about it
     next: Sequence[LikelyToken] = ()  # the likeliest tokens after the prompt
+    images: Sequence[ImageView] = ()
+    thumbnails: Sequence[Thumbnail] = ()  # of the first images, for the page; none where they are not wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,6 +544,7 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
         console.print(text, soft_wrap=not console.is_terminal, highlight=False)
     sections = {each.title: each for each in _sections(inspection, terminal=True)}
     for title in (
+        "Images",
         "Most important stretches",
         "Answer",
         "The likeliest next tokens",
@@ -680,6 +697,8 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         yield Section(
             title="Layer by layer", parts=[*parts, *(Part(note=note) for note in margin_notes(inspection.margins))]
         )
+    if inspection.images:
+        yield _images(inspection)
     yield Section(title="Prompt", alarms=[""])  # in the template
     best = [
         [
@@ -705,6 +724,17 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         shared = Part(text="No other row begins like this one.")
     yield Section(title="Shared prefixes", parts=[shared])
     yield settings_section(inspection.settings)
+
+
+def _images(inspection: Inspection) -> Section:
+    rows: TableRows = [["image", "pixels", "tokens", "in the prompt"]]
+    for number, each in enumerate(inspection.images):
+        place = f"{each.first:,} to {each.first + each.tokens - 1:,}"
+        name = Cell(f"{number + 1}", "", tuple(inspection.thumbnails[number : number + 1]))
+        rows.append([name, f"{each.width:,} x {each.height:,}", f"{each.tokens:,}", place])
+    tokens = sum(each.tokens for each in inspection.images)
+    note = f"{tokens:,} of the prompt's {counted(len(inspection.tokens), 'token')} are images; places count from 0."
+    return Section(title="Images", parts=[Part(table=rows, note=note)])
 
 
 def write_html(inspection: Inspection, path: str) -> None:
