@@ -22,9 +22,11 @@ Images stand before the document, which has `[Image 1]` in the place of the firs
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from prefillcli.errors import UsageError, counted, did_you_mean
@@ -35,6 +37,7 @@ from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.values import brief_json, encode_json
 
 MOST_QUESTIONS = 400  # about one document, as in OpenAI's API
+MOST_ASSETS = 100
 MOST_DEPTH = 100  # levels of objects and lists in JSON that is made text; OpenAI's API takes 32
 
 Kind = Literal["openai", "systemone"]
@@ -107,7 +110,7 @@ def request_of(values: Any, url: str | None = None, *, stateless: bool = False) 
         raise RequestError(f"url {brief_json(url)}: only {DECISIONS} and {SYSTEM_ONE} ask typed questions")
     subject = "input" if openai else "state"
     others = {key for key in given if key.startswith("x_")} | _NO_EFFECT
-    others |= set() if openai else set(_FILES)
+    others |= set() if openai else {*_FILES, "assets"}
     needed = ("questions",) if stateless else (subject, "questions")
     _object(given, "", needed=needed, known=others)
     if not isinstance(given.get("model", ""), str):
@@ -119,10 +122,12 @@ def request_of(values: Any, url: str | None = None, *, stateless: bool = False) 
         return DecisionRequest("openai", document, questions, model, document, images=tuple(images))
     for key in _FILES:
         images += _files(given.get(key, []), key)
-    state = _without_images(given.get("state"), "state", images)
+    marks = _assets(given["assets"], images) if "assets" in given else {}
+    state = _marked(_without_images(given.get("state"), "state", images), marks)
     document = "" if stateless else _content(state, "state")
-    questions = _mapped(given["questions"])
-    return DecisionRequest("systemone", document, questions, model, state, given["questions"], tuple(images))
+    asked = _marked(given["questions"], marks)
+    questions = _mapped(asked)
+    return DecisionRequest("systemone", document, questions, model, state, asked, tuple(images))
 
 
 def is_request_file(settings: JobSettings, available: Collection[str]) -> bool:
@@ -151,7 +156,7 @@ def carried_request(texts: Mapping[str, str | None], *, stateless: bool = False)
         raise RequestError("body is nested too deeply") from None
     if "body" in texts:
         return request_of(values.get("body"), values.get("url"), stateless=stateless)
-    known = [name for name in BARE if name not in _FILES or "input" not in values]
+    known = [name for name in BARE if name not in (*_FILES, "assets") or "input" not in values]
     return request_of({name: values[name] for name in known if name in values}, stateless=stateless)
 
 
@@ -226,6 +231,41 @@ def _part(value: Any, place: str, kinds: Mapping[str, str], images: list[str] | 
 def _place_of(images: Sequence[str]) -> str:
     # What stands in a document for the last of its images.
     return f"[Image {len(images)}]"
+
+
+def _assets(value: Any, images: list[str]) -> dict[str, str]:
+    # The marks of assets by their placeholders; their images are added to `images`.
+    if not isinstance(value, dict):
+        raise RequestError("assets: must be an object, with an asset for each placeholder")
+    _count(value, "assets", 1, MOST_ASSETS, "asset")
+    marks = {}
+    for name, each in value.items():
+        place = f"assets[{brief_json(name)}]"
+        own = _object(each, place, needed=("data_base64",), known=("type", "format"))
+        _one_of(own.get("type", "image"), f"{place}.type", ("image",))
+        if not name.strip():
+            raise RequestError("assets: a placeholder is empty")
+        images.append(f"data:image;base64,{_text(own['data_base64'], f'{place}.data_base64')}")
+        marks[name] = _place_of(images)
+    return marks
+
+
+def _marked(value: Any, marks: Mapping[str, str], level: int = 0) -> Any:
+    # A value with the marks of assets instead of their placeholders in its texts.
+    if not marks or level > MOST_DEPTH:
+        return value
+    if isinstance(value, str):
+        return _placeholders(tuple(marks)).sub(lambda found: marks[found[0]], value)
+    if isinstance(value, list):
+        return [_marked(each, marks, level + 1) for each in value]
+    if isinstance(value, dict):
+        return {key: _marked(each, marks, level + 1) for key, each in value.items()}
+    return value
+
+
+@lru_cache(64)
+def _placeholders(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def _files(value: Any, place: str) -> Iterator[str]:

@@ -16,7 +16,8 @@ from prefillcli.rows.records import TokenText
 from prefillcli.rows.values import encode_json
 
 URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
-BARE = ("model", "input", "state", "questions", "images", "files")  # those of rows that are bodies themselves
+# The columns of rows that are bodies themselves.
+BARE = ("model", "input", "state", "questions", "images", "files", "assets")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCORE, RERANK = "/score", "/rerank"  # the ends of their paths
 # The names of the two texts, or lists of texts, in a body for the scores of pairs.

@@ -109,6 +109,62 @@ def test_what_system_one_takes_is_read(body: Body) -> None:
     require_questions(request, body)
 
 
+PIXEL = "iVBORw0KGgo="
+URL = f"data:image/png;base64,{PIXEL}"
+
+
+def test_images_of_openais_requests_are_numbered_in_their_places() -> None:
+    image = {"type": "input_image", "image_url": URL, "detail": "high"}
+    other = {"type": "input_image", "image_url": "https://x.org/a.png"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Which?"}, image, other]},
+        {"type": "function_call", "call_id": "x", "name": "find", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "x", "output": [image]},
+    ]
+    body = openai(subject=items)
+    read_through(OPENAI_TYPE.validate_python(body, strict=True))
+    request = request_of(body)
+    assert request.images == (URL, "https://x.org/a.png", URL)
+    assert request.document == (
+        "User:\nWhich?\n[Image 1]\n[Image 2]\n\nCall 1 of find:\n{}\n\nOutput of call 1 of find:\n[Image 3]"
+    )
+
+
+def test_assets_of_system_one_are_images_where_their_placeholders_stand() -> None:
+    question = {"type": "noul", "instructions": "Is <b> as <a>?", "criteria": {"true": "as in <a>"}}
+    assets = {"<a>": {"type": "image", "format": "png", "data_base64": PIXEL}, "<b>": {"data_base64": PIXEL}}
+    body = systemone(question, state={"before": "<a>", "after": "this: <b>"}, assets=assets)
+    SystemOneRequest.model_validate(body)
+    request = request_of(body)
+    assert request.images == (f"data:image;base64,{PIXEL}",) * 2
+    assert json.loads(request.document) == {"before": "[Image 1]", "after": "this: [Image 2]"}
+    (asked,) = request.questions
+    assert isinstance(asked, Predicate)
+    assert (asked.instructions, asked.true) == ("Is [Image 2] as [Image 1]?", "as in [Image 1]")
+    assert body["state"]["before"] == "<a>"
+
+
+def test_images_of_system_one_may_be_files_or_parts_of_messages() -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}
+    state = [{"role": "user", "content": [{"type": "text", "text": "Look"}, part]}]
+    body = systemone({"type": "noul", "instructions": "?"}, state=state, images=[URL], files=[{"file_data": URL}])
+    request = request_of(body)
+    assert request.images == (URL, URL, "https://x.org/a.png")
+    shown = [{"type": "text", "text": "Look"}, {"type": "text", "text": "[Image 3]"}]
+    assert json.loads(request.document) == [{"role": "user", "content": shown}]
+    for wrong, message in [
+        ({"images": URL}, "images: must be a list"),
+        ({"images": [1]}, "images[0]: must be a URL, or an object with one"),
+        ({"files": [{"name": "a"}]}, "files[0]: no url, image_url, image, file_data, data"),
+        ({"assets": {"a": {"part": "x"}}}, 'assets["a"].part: not supported here'),
+        ({"assets": {"a": {"type": "image"}}}, 'assets["a"]: data_base64 is missing'),
+        ({"assets": {"a": {"type": "audio", "data_base64": "x"}}}, 'assets["a"].type: "audio" is not image'),
+    ]:
+        with pytest.raises(RequestError) as error:
+            request_of(body | wrong)
+        assert str(error.value) == message
+
+
 def test_a_conversation_has_headings_and_outputs_name_their_calls() -> None:
     items = [
         {"role": "system", "content": "Be brief."},
@@ -330,7 +386,7 @@ def wrong_bodies() -> Iterator[tuple[Any, str]]:
     yield systemone(NOUL, state=[]), "state: is empty"
     yield systemone(NOUL, state=nested(101)), "state: nested more than 100 levels deep"
     yield systemone(NOUL, state=[float("nan")]), "state: a number in it is not finite"
-    yield systemone(NOUL, assets={}), "assets: not supported here"
+    yield systemone(NOUL, assets={}), "assets: 0 assets, at least 1"
     yield systemone(NOUL) | {"questions": [NOUL]}, "questions: must be an object, with a question for each id"
     yield systemone(NOUL) | {"questions": {}}, "questions: 0 questions, at least 1"
     yield systemone(NOUL) | {"questions": {" ": NOUL}}, "questions: an id is empty"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from prefillcli.asking.batch_files import RequestBuilder
 from prefillcli.images.image import FIRST_FEATURE
 from prefillcli.images.numbers import FeatureNumbers
 from prefillcli.images.reading import read_images
@@ -46,11 +47,14 @@ class Model:
         self.processing = ImageProcessing.open(self.folder, self.config)
 
     def builder(self, columns: Sequence[str], available: Sequence[str], **options: Any) -> PromptBuilder:
+        return PromptBuilder(self.tokenizer, self.settings(columns, **options), tuple(available))
+
+    def settings(self, columns: Sequence[str], **options: Any) -> PromptSettings:
         places = ImagePlaces(lambda: self.processing, FeatureNumbers())
         read = partial(read_images, root=str(self.folder), max_pixels=10**6)
         images = PromptImages(tuple(columns), read, places)
         given = {"max_length": 4000, "vocab_size": self.config.get_text_config().vocab_size, "images": images}
-        return PromptBuilder(self.tokenizer, PromptSettings(**given | options), tuple(available))
+        return PromptSettings(**given | options)
 
     def build(
         self, batch: RowBatch, columns: Sequence[str] = (), **options: Any
@@ -254,18 +258,50 @@ def test_rows_whose_images_cannot_be_read_are_errors_and_no_others(model: Model)
 
 
 @of_smolvlm
-def test_a_chat_template_that_writes_no_place_for_an_image_is_an_error(model: Model) -> None:
-    whole = model.tokenizer.chat_template
-    model.tokenizer.chat_template = (
+def test_a_chat_template_that_writes_no_place_for_an_image_is_an_error(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
     )
-    try:
-        prompts, errors = model.build(batch_of(prompt=["a"], photo=[file_of(picture(40, 30))]), ["photo"])
-    finally:
-        model.tokenizer.chat_template = whole
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    prompts, errors = model.build(batch_of(prompt=["a"], photo=[file_of(picture(40, 30))]), ["photo"])
     assert not prompts
     assert errors[0] == (ErrorCode.CHAT_ERROR, "the prompt has no place for an image, and the row has 1 image")
+
+
+# Those of SmolVLM and LLaVA-OneVision on the hub, which read lists of parts alone.
+SMOLVLM = (
+    "<bos>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+ONEVISION = (
+    "{% for message in messages %}{{'<bos>' + message['role'] + ' '}}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + content['text'] }}"
+    "{% endfor %}{{'<eos>'}}{% endfor %}{% if add_generation_prompt %}{{ '<bos>assistant\n' }}{% endif %}"
+)
+
+
+@of_smolvlm
+@pytest.mark.parametrize("template", [SMOLVLM, ONEVISION])
+def test_templates_that_read_parts_alone_lose_no_text(
+    model: Model, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = picture(40, 30)
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    monkeypatch.setattr(model.processor.tokenizer, "chat_template", template)
+    batch = batch_of(prompt=["Is it red?", "Is it?"], photo=[file_of(image), None])
+    (seen, unseen), errors = model.build(batch, ["photo"], system="Be short.")
+    assert not errors
+    system = {"role": "system", "content": [said("Be short.")]}
+    expected = model.expected([system, user(IMAGE, said("Is it red?"))], [image])
+    assert model.ids(seen) == expected["input_ids"][0].tolist()
+    assert model.ids(unseen) == model.expected([system, user(said("Is it?"))], [])["input_ids"][0].tolist()
 
 
 @of_smolvlm
@@ -329,3 +365,31 @@ def test_a_question_may_be_about_an_image_alone(model: Model) -> None:
     prompts, errors = model.build(batch_of(photo=[None, file_of(image)]), ["photo"], **options)
     assert [prompt.row for prompt in prompts] == [1]
     assert errors[0].code is ErrorCode.EMPTY_PROMPT
+
+
+LINE = {"model": "m", "max_tokens": 1, "temperature": 0}
+
+
+@of_smolvlm
+def test_chats_of_batch_files_have_their_images(model: Model) -> None:
+    image = picture(40, 30)
+    part = {"type": "image_url", "image_url": {"url": url_of(image), "detail": "high"}}
+    bodies = [
+        LINE | {"messages": [user(said("Is this "), part, said(" red?"))]},
+        LINE | {"messages": [{"role": "user", "content": "Is it?"}]},
+        LINE | {"messages": [user({"type": "image_url", "image_url": {"url": "a.png"}})]},
+        LINE | {"messages": [user({"type": "input_audio"}, part)]},
+    ]
+    count = len(bodies)
+    batch = batch_of(method=["POST"] * count, url=["/v1/chat/completions"] * count, body=bodies)
+    builder = RequestBuilder(model.tokenizer, model.settings(()), models=["m"], answers=True)
+    try:
+        prompts, errors = builder.build(batch, Labels(model.tokenizer, typed(parse_labels("y,n"))))
+    finally:
+        builder.close()
+    shown = [user(said("Is this "), IMAGE, said(" red?"))]
+    assert [prompt.row for prompt in prompts] == [0, 1]
+    assert model.ids(prompts[0]) == model.expected(shown, [image])["input_ids"][0].tolist()
+    assert not prompts[1].images
+    assert errors[2].code is ErrorCode.INVALID_IMAGE
+    assert errors[3] == (ErrorCode.INVALID_REQUEST, "message 1 has a part that is not text")
