@@ -30,7 +30,7 @@ class FeatureNumbers:
     @property
     def given(self) -> bool:
         """Whether any image was placed."""
-        return self._given > 0
+        return bool(self._firsts)
 
     def placed(self, image: RowImage, features: int, several: bool = False) -> PlacedImage:
         """Return the image with numbers for that many features, those that it has already where it is remembered."""

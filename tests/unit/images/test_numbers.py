@@ -79,3 +79,10 @@ def test_threads_agree_about_every_image() -> None:
         placed = list(pool.map(lambda name: numbers.placed(image(name % 50), 3), range(5000)))
     assert len({each.first for each in placed}) == 50
     assert all(placed[at].first == placed[at % 50].first for at in range(5000))
+
+
+def test_numbers_tell_whether_any_image_was_placed() -> None:
+    numbers = FeatureNumbers()
+    assert not numbers.given
+    numbers.placed(image(1), 1)
+    assert numbers.given
