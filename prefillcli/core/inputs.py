@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from prefillcli.core.asking import Asking, by_labels
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
 from prefillcli.errors import UsageError
 from prefillcli.images.fetching import fetch
-from prefillcli.images.image import ImageError
+from prefillcli.images.image import ImageError, RowImage
 from prefillcli.images.reading import read_images
 from prefillcli.options.combinations import reads_images
 from prefillcli.options.judging import truth_by_question
@@ -32,6 +32,7 @@ from prefillcli.rows.output.columns import Group
 from prefillcli.rows.output.schema import OutputSchema
 from prefillcli.rows.records import Prompt, Window
 from prefillcli.runtime import memory
+from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
     from prefillcli.models.open import Opened
@@ -155,7 +156,7 @@ class OpenRows:
             return None
         from_outside = bool(self.asking.requests)
         read = partial(
-            read_images,
+            _read_images,
             root="" if from_outside else given.image_root or _folder_of(self.source.paths),
             max_pixels=given.max_image_pixels,
             fetch=lru_cache(8)(fetch) if given.allow_urls else None,  # for rows after one another about one image
@@ -163,6 +164,17 @@ class OpenRows:
         )
         places = ImagePlaces(lambda: model.processing, opened.image_numbers, model.identity)
         return PromptImages(given.image_column, read, places)
+
+
+def _read_images(value: Any, **how: Any) -> list[RowImage]:
+    # As `read_images`, and UsageError where the package for that is missing.
+    _require_pillow()
+    return read_images(value, **how)
+
+
+@cache
+def _require_pillow() -> None:
+    require_extra("images", "images in rows")
 
 
 def _require_sight(opened: Opened) -> None:
