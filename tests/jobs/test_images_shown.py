@@ -12,7 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from prefillcli.forecast.profile import Profile, this_machine
 from prefillcli.images.thumbnails import MOST_BYTES
@@ -23,7 +25,7 @@ from prefillcli.rows.proof import hash_model
 from prefillcli.tools.inspect import inspect_job
 from tests.jobs.jobs import read_report, score, without_seconds
 from tests.unit.images.files import noise, saved
-from tests.unit.models.image_families import FAMILIES, make_family, open_processor
+from tests.unit.models.image_families import FAMILIES, load_whole, make_family, open_processor
 from tests.unit.tools.profile.making import made_curve
 
 SIZES = [(40, 30), (64, 64), (30, 90), (100, 50)]
@@ -151,20 +153,29 @@ def test_a_dry_run_tells_the_images_and_their_tokens(seeing: Path) -> None:
     assert survey["prompt_tokens"] == read_report("out.run.json")["tokens"]["prompt"]
 
 
+def predicted(seeing: Path, given: str, speed: float | None) -> float:
+    """The seconds that a dry run predicts with a profile of this speed of the vision tower."""
+    curve = made_curve().model_copy(update={"costs": (0.25, 0.0, 0.0), "points": [(0, 0.0, 3.0), (64, 16.0, 19.0)]})
+    profile = Profile(
+        model=hash_model(seeing), model_name="seeing", family="llama", dtype="float32", device="cpu",
+        machine=this_machine("cpu"), budget_bytes=1 << 30, chunk_tokens=64, max_model_tokens=2048,
+        completion=curve, versions=versions(), tower_speed=speed,
+    )  # fmt: skip
+    Path("profile.json").write_text(profile.sealed())
+    score(given, model=seeing, dry_run=True, **SEEN)
+    seconds = read_report("out.dry-run.json")["survey"]["plan"]["seconds"]
+    assert isinstance(seconds, float)
+    return seconds
+
+
 def test_a_prediction_includes_the_vision_tower(seeing: Path) -> None:
-    given, seconds = rows(3), {}
-    for speed in (1e6, 2e6):
-        profile = Profile(
-            model=hash_model(seeing), model_name="seeing", family="llama", dtype="float32", device="cpu",
-            machine=this_machine("cpu"), budget_bytes=1 << 30, chunk_tokens=64, max_model_tokens=2048,
-            completion=made_curve(3.0, 0.25, 0.0), versions=versions(), tower_speed=speed,
-        )  # fmt: skip
-        Path("profile.json").write_text(profile.sealed())
-        score(given, model=seeing, dry_run=True, **SEEN)
-        plan = read_report("out.dry-run.json")["survey"]["plan"]
-        seconds[speed] = plan["seconds"] - (3.0 + 0.25 * plan["computed_tokens"])
-    assert seconds[1e6] == pytest.approx(2 * seconds[2e6])
-    assert seconds[1e6] > 1
+    given = rows(3)
+    text, slow, fast, unknown = (predicted(seeing, given, speed) for speed in (1e30, 1e6, 2e6, None))
+    assert slow - text == pytest.approx(2 * (fast - text))
+    operations = 1e6 * (slow - text)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        load_whole(seeing)(input_ids=torch.ones(1, 64, dtype=torch.long), logits_to_keep=1)
+    assert operations / (unknown - text) == pytest.approx(counter.get_total_flops() / 19.0, rel=0.25)
 
 
 def inspected(seeing: Path, **flags: Any) -> dict[str, Any]:

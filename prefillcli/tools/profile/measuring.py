@@ -433,7 +433,7 @@ def measured_profile(
     announce("completion times: packs of several lengths")
     budget, chunk, curve = in_child(time_packs, own)
     own = own.with_options({"chunk_tokens": chunk})
-    tower_speed = in_child(time_tower, own)
+    tower_speed = in_child(time_tower, own) if ModelImages(files).sees else None
     weak = f"its mean error on packs left out is {curve.error:.0%}, and {MOST_ERROR:.0%} is the most"
     profile = Profile(
         model=hash_model(files.origin),
