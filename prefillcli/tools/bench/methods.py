@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefillcli.errors import UsageError
+from prefillcli.options.combinations import reads_images
 from prefillcli.options.commands import BenchSettings, ScoreSettings
 
 REFERENCE = "hybrid"  # the method that the others are compared with
@@ -67,8 +69,22 @@ def method_names(settings: BenchSettings) -> list[str]:
     usual = {"hf", REFERENCE, *(("full",) if settings.contest.full else ())}
     usual |= set() if settings.lm.head_file is None else {"head"}
     return [
-        name for name, each in METHODS.items() if name in usual or ("keep" in each.takes and settings.compares(name))
+        name
+        for name, each in METHODS.items()
+        if (name in usual or ("keep" in each.takes and settings.compares(name))) and _sees(settings, name)
     ]
+
+
+def _sees(settings: BenchSettings, name: str) -> bool:
+    # Whether a method reads what the rows bring.
+    return not settings.images.image_column or reads_images(score_settings(settings, name))
+
+
+def refuse_blind_methods(settings: BenchSettings) -> None:
+    """Raise UsageError for a named method that does not read the images of the rows."""
+    for name in settings.contest.method:
+        if not _sees(settings, name):
+            raise UsageError(f"--method {name}: it reads texts alone, and --image-column names images\nleave it out")
 
 
 def score_settings(settings: BenchSettings, name: str, keep: float | None = None) -> ScoreSettings:
