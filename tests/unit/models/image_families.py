@@ -32,9 +32,9 @@ TEXT: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": 400,
     "max_position_embeddings": 4096,
-    "pad_token_id": 256,
-    "bos_token_id": 257,
-    "eos_token_id": 258,
+    "pad_token_id": 258,
+    "bos_token_id": 259,
+    "eos_token_id": 260,
 }
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 
@@ -46,7 +46,7 @@ Ids = Callable[[str], int]
 class Family:
     """What is peculiar to a family: its special tokens, its template's text for an image, and its configuration."""
 
-    tokens: Sequence[str]  # from id 259 on
+    tokens: Sequence[str]  # from id 261 on
     written: str  # what a chat template writes for an image
     config: Callable[[Ids], PreTrainedConfig]
     processor: str
@@ -72,7 +72,7 @@ def _smolvlm(ids: Ids) -> PreTrainedConfig:
         vision_config={"model_type": "smolvlm_vision", **_siglip()},
         image_token_id=ids("<image>"),
         scale_factor=2,
-        pad_token_id=256,
+        pad_token_id=258,
         tie_word_embeddings=False,
     )
 
@@ -83,7 +83,7 @@ def _idefics3(ids: Ids) -> PreTrainedConfig:
         vision_config={"model_type": "idefics3_vision", **_siglip()},
         image_token_id=ids("<image>"),
         scale_factor=2,
-        pad_token_id=256,
+        pad_token_id=258,
         tie_word_embeddings=False,
     )
 
@@ -552,8 +552,10 @@ def make_family(name: str, folder: Path) -> Path:
 
 
 def _tokenizer(family: Family) -> PreTrainedTokenizerFast:
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    base = Tokenizer(models.BPE(vocab=letters, merges=[("Ċ", "Ċ")] if "ĊĊ" in letters else []))
+    # Line feeds join, as in real vocabularies: text around an image is tokenised with its neighbours.
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĊĊĊ"]
+    numbers = {word: number for number, word in enumerate(words)}
+    base = Tokenizer(models.BPE(vocab=numbers, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     base.decoder = decoders.ByteLevel()
     base.add_special_tokens([AddedToken(each, special=True) for each in (_PAD, _BOS, _EOS, *family.tokens)])

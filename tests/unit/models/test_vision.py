@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prefillcli.images.image import FEATURE, FIRST_FEATURE, ImageError, PlacedImage, RowImage
 from prefillcli.models.image_processing import ImageProcessing
-from prefillcli.models.multimodal import read_config
+from prefillcli.models.multimodal import load_text_part, read_config
 from prefillcli.models.vision import VisionTower
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
@@ -111,6 +111,7 @@ def test_text_with_features_in_place_of_embeddings_gives_the_whole_forward(
 ) -> None:
     folder = folders[name]
     processing, tower = opened(folder)
+    text_model, _ = load_text_part(folder, torch.float32, "eager")
     for start in range(len(SIZES) if count == 1 else 2):
         if (name, count, SIZES[start]) == ("mistral3", 1, (5, 7)):
             continue  # transformers fails at the one feature of this image
@@ -125,7 +126,7 @@ def test_text_with_features_in_place_of_embeddings_gives_the_whole_forward(
         feature = read_config(folder).image_token_id
         np.testing.assert_array_equal(np.where(tokens == FEATURE, feature, tokens), ids)
         features = torch.cat(tower.features(placed(images, processing)), dim=1)
-        ours = forward_with_features(load_whole(folder), tokens, positions, features, processing)
+        ours = forward_with_features(text_model, tokens, positions, features, processing)
         torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
 
 
@@ -253,7 +254,7 @@ def forward_with_features(
     if traits.axes > 1:
         given["position_ids"] = torch.from_numpy(positions)[:, None]
     if traits.both_ways:
-        given["attention_mask"] = masks(model.config, tokens)
+        given["attention_mask"] = masks(model.config.get_text_config(), tokens)
     try:
         with torch.no_grad():
             logits: Tensor = model(input_ids=ids, **given).logits[0]
@@ -271,8 +272,8 @@ def masks(config: Any, tokens: Any) -> dict[str, Tensor]:
     run = np.where(tokens == FEATURE, starts.cumsum(), 0)
     causal = at[None] <= at[:, None]
     seen = causal | ((run[None] == run[:, None]) & (run[None] > 0))
-    window = at[None] > at[:, None] - config.text_config.sliding_window
-    whole = seen if config.model_type == "gemma3" else causal
+    window = at[None] > at[:, None] - config.sliding_window
+    whole = seen if config.model_type == "gemma3_text" else causal
     allowed = {"full_attention": whole, "sliding_attention": seen & window}
     return {
         kind: torch.where(torch.from_numpy(each), 0.0, torch.finfo(torch.float32).min)[None, None]
