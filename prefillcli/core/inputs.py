@@ -149,11 +149,12 @@ class OpenRows:
     def _images(self, opened: Opened) -> PromptImages | None:
         # What reads the images of rows: those of columns, or those in chats and requests where the model sees any.
         # Raises UsageError for a column of images that the model cannot read.
-        given, model = self.settings.images, opened.images
+        given = self.settings.images
         if given.image_column:
             _require_sight(opened)
-        elif not model.sees or not reads_images(self.settings) or _blindness(opened):
+        elif not reads_images(self.settings) or not opened.images.sees or _blindness(opened):
             return None
+        model = opened.images
         from_outside = bool(self.asking.requests)
         read = partial(
             _read_images,
