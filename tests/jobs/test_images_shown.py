@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,18 @@ def test_small_copies_are_on_the_page_alone(seeing: Path) -> None:
     line = score(given, "plain.jsonl", model=seeing, no_thumbnails=True, **SEEN, **told)
     assert images_on(line["page"]) == []
     assert without_seconds("plain.jsonl") == without_seconds("out.jsonl")
+
+
+def test_each_row_has_its_own_images(seeing: Path) -> None:
+    given = rows(16, key=[f"k{row}" for row in range(16)], truth=["Yes", "No"] * 8)
+    line = score(given, model=seeing, id_column="key", truth="truth", sample=14, **SEEN)
+    wrong = read_report(line["report"])["evaluations"]["answer"]["surest_wrong"]
+    shown = re.findall(
+        r">(k\d+)<div class=\"images\"><img [^>]*alt=\"image 1, (\d+) x (\d+)", Path(line["page"]).read_text()
+    )
+    assert len(shown) == 10 + len(wrong)
+    for name, width, height in shown:
+        assert (int(width), int(height)) == SIZES[int(name[1:]) % len(SIZES)]
 
 
 def test_names_of_files_and_rows_are_texts_on_the_page(seeing: Path) -> None:
