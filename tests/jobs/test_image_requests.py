@@ -95,4 +95,4 @@ def test_requests_with_images_are_refused_by_a_model_of_text(chat_model: Path) -
     assert found[1]["code"] == "invalid_request"
     refused = score("in.jsonl", output="other.jsonl", model=chat_model, image_column=["photo"])
     assert refused["exit_code"] == 2
-    assert refused["error"].startswith("--image-column: the rows are requests")
+    assert "--image-column cannot be combined with --format: requests bring their own images" in refused["error"]
