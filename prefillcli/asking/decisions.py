@@ -366,8 +366,14 @@ class DecisionBuilder(PromptBuilder):
         if not request.images:
             return ()
         if self.settings.images is None:
-            raise UsageError("it has an image, and this job reads text and JSON alone")
-        return tuple(self.settings.images.of_list(request.images))
+            raise UsageError(f"{request.images[0].place}: an image, and only text and JSON are read")
+        found: list[RowImage] = []
+        for url, place in request.images:
+            try:
+                found += self.settings.images.read(url)
+            except ImageError as error:
+                raise ImageError(f"{place}: {error}") from None
+        return tuple(found)
 
     def _requests(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, int, DecisionRequest]]:
         # The place, the number and the request of each row that is not in `errors`; rows without one are added there.

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from prefillcli.errors import UsageError, counted, did_you_mean
 from prefillcli.options.settings import JobSettings
@@ -75,13 +75,20 @@ class RequestError(UsageError):
         super().__init__(message.lstrip(".: "))  # a question of a file has no place of its own
 
 
+class PlacedUrl(NamedTuple):
+    """The URL of an image, and its place in the body."""
+
+    url: str
+    place: str
+
+
 @dataclass(frozen=True, slots=True)
 class DecisionRequest:
     """Questions about one document, each with a name of its own.
 
     Questions that OpenAI's API leaves without a name are called by their place, `questions[3]`; their answers have no
     name. `model` is the one that is asked for. `state` is what System One's request is about as JSON has it, and
-    `given` its questions by name. `images` are URLs.
+    `given` its questions by name. `images` are URLs and their places in the body.
     """
 
     kind: Kind
@@ -90,7 +97,7 @@ class DecisionRequest:
     model: str | None = None
     state: Any = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    images: tuple[str, ...] = ()
+    images: tuple[PlacedUrl, ...] = ()
 
 
 def request_of(values: Any, url: str | None = None, *, stateless: bool = False) -> DecisionRequest:
@@ -115,7 +122,7 @@ def request_of(values: Any, url: str | None = None, *, stateless: bool = False) 
     _object(given, "", needed=needed, known=others)
     if not isinstance(given.get("model", ""), str):
         raise RequestError("model: must be a text")
-    model, images = given.get("model"), list[str]()
+    model, images = given.get("model"), list[PlacedUrl]()
     if openai:
         document = _document(given["input"], images)
         questions = _listed(given["questions"])
@@ -163,7 +170,7 @@ def carried_request(texts: Mapping[str, str | None], *, stateless: bool = False)
 # What a request is about.
 
 
-def _document(value: Any, images: list[str]) -> str:
+def _document(value: Any, images: list[PlacedUrl]) -> str:
     # The text of what is asked about; its images are added to `images`.
     if isinstance(value, str):
         return _text(value, "input")
@@ -173,7 +180,7 @@ def _document(value: Any, images: list[str]) -> str:
     return "\n\n".join(_item(each, f"input[{number}]", calls, images) for number, each in enumerate(value))
 
 
-def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]], images: list[str]) -> str:
+def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]], images: list[PlacedUrl]) -> str:
     # The heading and the content of an item. `calls` has the type and the title of each call so far by its id.
     kind = _type(value, place, ("message", *_CALLS, *_OUTPUTS), usual="message")
     if kind == "message":
@@ -199,7 +206,7 @@ def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]], images: lis
     return f"Output of call {title}:\n{_parts(own['output'], f'{place}.output', _TEXT, images)}"
 
 
-def _parts(value: Any, place: str, kinds: Mapping[str, str], images: list[str] | None = None) -> str:
+def _parts(value: Any, place: str, kinds: Mapping[str, str], images: list[PlacedUrl] | None = None) -> str:
     # The content of a message, an output or instructions: a text, or parts of these kinds, each on its lines. Images
     # are added to `images`, where there may be some.
     if isinstance(value, str):
@@ -209,10 +216,10 @@ def _parts(value: Any, place: str, kinds: Mapping[str, str], images: list[str] |
     return "\n".join(_part(each, f"{place}[{number}]", kinds, images) for number, each in enumerate(value))
 
 
-def _part(value: Any, place: str, kinds: Mapping[str, str], images: list[str] | None) -> str:
+def _part(value: Any, place: str, kinds: Mapping[str, str], images: list[PlacedUrl] | None) -> str:
     if isinstance(value, dict) and value.get("type") == "input_image" and images is not None:
         own = _object(value, place, needed=("type", "image_url"), known=("detail", "prompt_cache_breakpoint"))
-        images.append(_text(own["image_url"], f"{place}.image_url"))
+        images.append(PlacedUrl(_text(own["image_url"], f"{place}.image_url"), place))
         return _place_of(images)
     if isinstance(value, dict) and value.get("type") in _MEDIA:
         raise RequestError(f"{place}: {value['type']} is not supported here")
@@ -228,12 +235,12 @@ def _part(value: Any, place: str, kinds: Mapping[str, str], images: list[str] | 
     return f"Refusal: {said}" if kind == "refusal" else said
 
 
-def _place_of(images: Sequence[str]) -> str:
+def _place_of(images: Sequence[PlacedUrl]) -> str:
     # What stands in a document for the last of its images.
     return f"[Image {len(images)}]"
 
 
-def _assets(value: Any, images: list[str]) -> dict[str, str]:
+def _assets(value: Any, images: list[PlacedUrl]) -> dict[str, str]:
     # The marks of assets by their placeholders; their images are added to `images`.
     if not isinstance(value, dict):
         raise RequestError("assets: must be an object, with an asset for each placeholder")
@@ -245,7 +252,8 @@ def _assets(value: Any, images: list[str]) -> dict[str, str]:
         _one_of(own.get("type", "image"), f"{place}.type", ("image",))
         if not name.strip():
             raise RequestError("assets: a placeholder is empty")
-        images.append(f"data:image;base64,{_text(own['data_base64'], f'{place}.data_base64')}")
+        data = _text(own["data_base64"], f"{place}.data_base64")
+        images.append(PlacedUrl(f"data:image;base64,{data}", place))
         marks[name] = _place_of(images)
     return marks
 
@@ -268,18 +276,18 @@ def _placeholders(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
-def _files(value: Any, place: str) -> Iterator[str]:
+def _files(value: Any, place: str) -> Iterator[PlacedUrl]:
     # The URLs of the files in a list of URLs, or of objects that have one.
     if not isinstance(value, list):
         raise RequestError(f"{place}: must be a list")
     for number, each in enumerate(value):
         at = f"{place}[{number}]"
         if isinstance(each, str):
-            yield _text(each, at)
+            yield PlacedUrl(_text(each, at), at)
             continue
         if not isinstance(each, dict):
             raise RequestError(f"{at}: must be a URL, or an object with one")
-        yield _url_in(each, at)
+        yield PlacedUrl(_url_in(each, at), at)
 
 
 def _url_in(value: Mapping[str, Any], place: str) -> str:
@@ -291,7 +299,7 @@ def _url_in(value: Mapping[str, Any], place: str) -> str:
     return _url_in(found, f"{place}.{key}") if isinstance(found, dict) else _text(found, f"{place}.{key}")
 
 
-def _without_images(value: Any, place: str, images: list[str], level: int = 0) -> Any:
+def _without_images(value: Any, place: str, images: list[PlacedUrl], level: int = 0) -> Any:
     # A state without its messages' images, which are added to `images`: their places are text.
     if level > MOST_DEPTH:  # which whoever makes it text refuses
         return value
@@ -300,7 +308,7 @@ def _without_images(value: Any, place: str, images: list[str], level: int = 0) -
     if not isinstance(value, dict):
         return value
     if isinstance(kind := value.get("type"), str) and kind in _IMAGES and any(value.get(key) for key in _URLS):
-        images.append(_url_in(value, place))
+        images.append(PlacedUrl(_url_in(value, place), place))
         return {"type": "text", "text": _place_of(images)}
     return {key: _without_images(each, f"{place}.{key}", images, level + 1) for key, each in value.items()}
 

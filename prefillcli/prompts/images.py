@@ -166,16 +166,6 @@ class PromptImages:
                 raise ImageError(f"column {name}: {error}") from None
         return found
 
-    def of_list(self, values: Sequence[Any]) -> list[RowImage]:
-        """Return the images of a request, in their order. Raises ImageError that names the number of one."""
-        found: list[RowImage] = []
-        for number, value in enumerate(values, 1):
-            try:
-                found += self.read(value)
-            except ImageError as error:
-                raise ImageError(f"image {number}: {error}") from None
-        return found
-
     def in_chat(self, chat: list[Any], first: Sequence[RowImage]) -> tuple[list[Any], list[RowImage]]:
         """Return the messages with `PLACE` for each image, and the images in their order.
 

@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "image": (
         openai(LATE, subject=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
         "invalid_request",
-        "input[0].content[0]: input_image is not supported here",
+        "input[0].content[0]: an image, and only text and JSON are read",
     ),
     "no questions": (openai(), "invalid_request", "questions: 0 questions"),
     "model": (openai(LATE, model="bear"), "invalid_request", 'model "bear" is not the one of this job, judge'),

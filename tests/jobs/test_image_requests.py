@@ -73,7 +73,7 @@ def test_images_of_openais_decisions_stand_before_the_document(whole: Whole) -> 
             )
     assert found[2]["error"] is None
     assert found[3]["error"]["code"] == "invalid_image"
-    assert found[3]["error"]["message"].startswith("image 1: ")
+    assert found[3]["error"]["message"].startswith("input[0].content[1]: ")
 
 
 def test_assets_of_system_one_stand_before_the_state(whole: Whole) -> None:
@@ -92,7 +92,10 @@ def test_requests_with_images_are_refused_by_a_model_of_text(chat_model: Path) -
     assert score("in.jsonl", output="out.jsonl", model=chat_model, max_error_rate=0.5)["exit_code"] == 0
     found = [json.loads(own)["error"] for own in Path("out.jsonl").read_text().splitlines()]
     assert found[0] is None
-    assert found[1]["code"] == "invalid_request"
+    assert found[1] == {
+        "code": "invalid_request",
+        "message": "input[0].content[0]: an image, and only text and JSON are read",
+    }
     refused = score("in.jsonl", output="other.jsonl", model=chat_model, image_column=["photo"])
     assert refused["exit_code"] == 2
     assert "--image-column cannot be combined with --format: requests bring their own images" in refused["error"]

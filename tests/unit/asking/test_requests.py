@@ -124,7 +124,11 @@ def test_images_of_openais_requests_are_numbered_in_their_places() -> None:
     body = openai(subject=items)
     read_through(OPENAI_TYPE.validate_python(body, strict=True))
     request = request_of(body)
-    assert request.images == (URL, "https://x.org/a.png", URL)
+    assert request.images == (
+        (URL, "input[0].content[1]"),
+        ("https://x.org/a.png", "input[0].content[2]"),
+        (URL, "input[2].output[0]"),
+    )
     assert request.document == (
         "User:\nWhich?\n[Image 1]\n[Image 2]\n\nCall 1 of find:\n{}\n\nOutput of call 1 of find:\n[Image 3]"
     )
@@ -136,7 +140,8 @@ def test_assets_of_system_one_are_images_where_their_placeholders_stand() -> Non
     body = systemone(question, state={"before": "<a>", "after": "this: <b>"}, assets=assets)
     SystemOneRequest.model_validate(body)
     request = request_of(body)
-    assert request.images == (f"data:image;base64,{PIXEL}",) * 2
+    url = f"data:image;base64,{PIXEL}"
+    assert request.images == ((url, 'assets["<a>"]'), (url, 'assets["<b>"]'))
     assert json.loads(request.document) == {"before": "[Image 1]", "after": "this: [Image 2]"}
     (asked,) = request.questions
     assert isinstance(asked, Predicate)
@@ -149,7 +154,8 @@ def test_images_of_system_one_may_be_files_or_parts_of_messages() -> None:
     state = [{"role": "user", "content": [{"type": "text", "text": "Look"}, part]}]
     body = systemone({"type": "noul", "instructions": "?"}, state=state, images=[URL], files=[{"file_data": URL}])
     request = request_of(body)
-    assert request.images == (URL, URL, "https://x.org/a.png")
+    last = "https://x.org/a.png", "state[0].content[1]"
+    assert request.images == ((URL, "images[0]"), (URL, "files[0]"), last)
     shown = [{"type": "text", "text": "Look"}, {"type": "text", "text": "[Image 3]"}]
     assert json.loads(request.document) == [{"role": "user", "content": shown}]
     for wrong, message in [
