@@ -20,6 +20,7 @@ from prefillcli.scoring.identity import LocalModels, fingerprint, hash_engine, o
 from prefillcli.scoring.opening import open_inputs, open_rows
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl
 from tests.unit.engines.encoder_models import save_encoder
+from tests.unit.models.image_families import make_family
 
 TEXTS = [f"A note on the harbour. {'The tide was low. ' * (20 + number)}Is it {number}?" for number in range(4)]
 ROWS = [
@@ -91,6 +92,8 @@ OTHER: dict[str, Any] = {
     "rationale_when": "score > 0.5",
     "keep": 0.25,
     "prompt_column": "text",
+    "image_column": ["text"],
+    "image_root": ".",
     "pair_column": "text",
     "choices_column": "text",
     "target_column": "text",
@@ -123,6 +126,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "chat_option": {"model": "chat"},
     "thinking": {"model": "chat"},
     "pair_column": {"model": "encoder", "draft": None},
+    "image_column": {"model": "sees", "draft": None},
     "seed": {"sample": 2},
     "exit_rows": {"exit": True},
     "flips_of": {"exit": True},
@@ -206,6 +210,8 @@ def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str, monk
         )
     if beside.get("model") == "encoder":
         save_encoder(Path("encoder"))
+    if beside.get("model") == "sees":
+        make_family("smolvlm", Path("sees"))
     plain = ScoreSettings(**(BASE | beside))
     before = identity(plain) if beside else plain_identity()
     after = identity(plain.with_options({name: other_value(name)}))
