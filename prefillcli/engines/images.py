@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Condition
+from threading import Lock, RLock
 
 import torch
 from torch import Tensor
@@ -30,35 +30,41 @@ def _name(image: PlacedImage) -> Name:
 
 
 class Ahead:
-    """Makes inputs of images in a thread, in the order in which they are expected, and keeps `most` bytes of them."""
+    """Makes inputs of images in a thread, in the order in which they are expected, and keeps about `most` bytes.
+
+    No thread waits: the next inputs are begun when there is room for them.
+    """
 
     most = 0
 
     def __init__(self, make: Callable[[PlacedImage], Inputs]) -> None:
         self._make = make
         self._pool: ThreadPoolExecutor | None = None
-        self._made: dict[Name, Future[Inputs]] = {}
-        self._room = Condition()
-        self._bytes = 0  # of inputs that wait to be taken
-        self._taken: set[Name] = set()  # whose inputs need not wait for room
+        self._expected: dict[Name, PlacedImage] = {}  # not begun yet, in their order
+        self._made: dict[Name, Future[Inputs]] = {}  # begun or there, and not taken
+        self._bytes = 0  # of those that are there
+        self._busy = False
+        self._lock = RLock()
 
     def expect(self, images: Mapping[Name, PlacedImage]) -> None:
         """Make the inputs of these images. Those of others, made before, are dropped."""
-        for name in self._made.keys() - images.keys():
-            self._drop(name)
-        self._taken = set()
-        new = [name for name in images if name not in self._made]
-        for name in new:
-            self._made[name] = self._threads().submit(self._make_with_room, name, images[name])
+        with self._lock:
+            self._expected = {}
+            gone = [self._made.pop(name) for name in self._made.keys() - images.keys()]
+        for future in gone:
+            with suppress(Exception):  # which its row will meet by itself
+                self._forget(future.result())
+        with self._lock:
+            self._expected = {name: image for name, image in images.items() if name not in self._made}
+            self._begin_next()
 
     def take(self, image: PlacedImage) -> Inputs:
         """The inputs of an image, which are made now unless they are there or on their way."""
-        future = self._made.pop(_name(image), None)
-        if future is None or future.cancel():
+        with self._lock:
+            self._expected.pop(_name(image), None)
+            future = self._made.pop(_name(image), None)
+        if future is None:
             return self._make(image)
-        with self._room:
-            self._taken.add(_name(image))
-            self._room.notify_all()
         found = future.result()
         self._forget(found)
         return found
@@ -69,31 +75,31 @@ class Ahead:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _threads(self) -> ThreadPoolExecutor:
-        self._pool = self._pool or ThreadPoolExecutor(1, "images")
-        return self._pool
+    def _begin_next(self) -> None:
+        # One after the other, while there is room.
+        with self._lock:
+            if not self._expected or self._busy or self._bytes >= self.most:
+                return
+            name = next(iter(self._expected))
+            self._pool = self._pool or ThreadPoolExecutor(1, "images")
+            self._made[name] = self._pool.submit(self._make_counted, self._expected.pop(name))
+            self._busy = True
 
-    def _make_with_room(self, name: Name, image: PlacedImage) -> Inputs:
-        with self._room:
-            self._room.wait_for(lambda: self._bytes < self.most or name in self._taken)
-        found = self._make(image)
-        with self._room:
-            self._bytes += _bytes_of(found)
-        return found
-
-    def _drop(self, name: Name) -> None:
-        future = self._made.pop(name)
-        if not future.cancel():
-            with self._room:
-                self._taken.add(name)
-                self._room.notify_all()
-            with suppress(Exception):  # which its row will meet by itself
-                self._forget(future.result())
+    def _make_counted(self, image: PlacedImage) -> Inputs:
+        found: Inputs = {}
+        try:
+            found = self._make(image)
+            return found
+        finally:
+            with self._lock:
+                self._busy = False
+                self._bytes += _bytes_of(found)
+                self._begin_next()
 
     def _forget(self, inputs: Inputs) -> None:
-        with self._room:
+        with self._lock:
             self._bytes -= _bytes_of(inputs)
-            self._room.notify_all()
+            self._begin_next()
 
 
 def _bytes_of(inputs: Inputs) -> int:
@@ -110,6 +116,7 @@ class PackImages:
     def __init__(self, images: ModelImages, device: torch.device, *, alone: bool = False) -> None:
         self._images, self._device, self._alone = images, device, alone
         self._tower: VisionTower | None = None
+        self._loading = Lock()
         self._ahead = Ahead(self._inputs)
         self._kept: OrderedDict[Name, Tensor] = OrderedDict()
         self._kept_bytes = 0
@@ -145,9 +152,10 @@ class PackImages:
         return PackFeatures(self._loaded().traits, pack.images, self._offsets, self._features)
 
     def _loaded(self) -> VisionTower:
-        if self._tower is None:
-            self._tower = self._images.load_tower(self._device, 0 if self._alone else self._batch_bytes)
-        return self._tower
+        with self._loading:  # by the walk, or by the thread that makes inputs
+            if self._tower is None:
+                self._tower = self._images.load_tower(self._device, 0 if self._alone else self._batch_bytes)
+            return self._tower
 
     def _offsets(self, placed: PlacedImage) -> Int32Array | None:
         image = placed.image
