@@ -47,11 +47,11 @@ $(VENV)/.ready: $(VENV)/.package
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
-# torch and the package alone: all that the demo needs
+# torch and the package with Pillow: all that the demo needs
 $(VENV)/.package: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS) --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS) --editable ".[images]"
 	touch $@
 
 # The versions of all packages in .venv but torch, as they are in an environment made without constraints
@@ -187,7 +187,7 @@ $(BUILD_VENV)/.ready:
 reference: setup
 	$(BIN)/python -m tests.reference
 
-# The sample model scores the sample rows; installs torch and the package alone
+# The sample model scores the sample rows; installs torch, the package and Pillow alone
 demo: $(VENV)/.package
 	$(BIN)/python -m recipes.demo
 

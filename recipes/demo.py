@@ -1,4 +1,4 @@
-"""Score the sample data sets with the sample model, two of them also from a fifth of the tokens, and compare.
+"""Score the sample data sets with the sample models, two of them also from a fifth of the tokens, and compare.
 
 python -m recipes.demo [FOLDER FOR THE OUTPUT]
 """
@@ -19,11 +19,15 @@ from rich.table import Table
 
 SAMPLES = Path(os.path.relpath(Path(__file__).resolve().parent.parent / "samples"))
 MODEL, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
-COMPRESSED = ["--draft", str(DRAFT), "--keep", "0.2", "--audit", "240", "--truth", "answer"]
+READS = ["--model", str(MODEL), "--keep-columns", "answer"]
+COMPRESSED = [*READS, "--draft", str(DRAFT), "--keep", "0.2", "--audit", "240", "--truth", "answer"]
+SEES = ["--model", str(SAMPLES / "models" / "pictures"), "--image-column", "photo", "--limit", "20"]
+SEES += ["--template", "Is there a red shape?", "--labels", "Yes,No", "--keep-columns", "has_red"]
 RUNS: list[tuple[str, str, list[str]]] = [  # data set, name of the run, its options
-    ("post_recommendation.parquet", "post_recommendation", []),
-    ("credit_verification.jsonl", "credit_verification", []),
-    ("labeling.parquet", "labeling", []),
+    ("post_recommendation.parquet", "post_recommendation", READS),
+    ("credit_verification.jsonl", "credit_verification", READS),
+    ("labeling.parquet", "labeling", READS),
+    ("pictures.parquet", "pictures", SEES),
     ("credit_verification.jsonl", "credit_verification.compressed", COMPRESSED),
     ("post_recommendation.parquet", "post_recommendation.compressed", COMPRESSED),
 ]
@@ -40,8 +44,7 @@ def main() -> int:
     files = []
     for data, name, options in RUNS:
         output = folder / f"{name}.scores.parquet"
-        command = ["score", str(SAMPLES / data), "--model", str(MODEL), "--output", str(output)]
-        command += ["--id-column", "id", "--keep-columns", "answer", "--overwrite", *options]
+        command = ["score", str(SAMPLES / data), "--output", str(output), "--id-column", "id", "--overwrite", *options]
         console.print(f"$ prefill {' '.join(command)}")
         run = subprocess.run(  # noqa: S603 - our own command line
             [sys.executable, "-m", "prefillcli", *command], stdout=subprocess.PIPE, text=True, check=False
@@ -50,8 +53,9 @@ def main() -> int:
         if run.returncode:
             return run.returncode
         scores = pq.read_table(output)
-        console.print(_first_rows(name, scores))
-        yes = np.asarray(scores["answer"]) == "Yes"
+        truth = options[options.index("--keep-columns") + 1]
+        console.print(_first_rows(name, scores, truth))
+        yes = np.asarray([answer.lower() == "yes" for answer in scores[truth].to_pylist()])
         score = scores["score"].to_numpy()
         report = json.loads(Path(summary["report"]).read_text())
         audit = report["audits"].get("answer")
@@ -69,12 +73,12 @@ def main() -> int:
     return 0
 
 
-def _first_rows(name: str, scores: pa.Table, count: int = 6) -> Table:
+def _first_rows(name: str, scores: pa.Table, truth: str, count: int = 6) -> Table:
     table = Table("id", "true answer", "P(Yes)", "label mass", "prompt tokens", "shared", "read", title=name)
     for row in scores.slice(0, count).to_pylist():
         table.add_row(
             str(row["id"]),
-            row["answer"],
+            row[truth],
             f"{row['score']:.4f}",
             f"{row['label_mass']:.3f}",
             f"{row['prompt_tokens']:,}",

@@ -30,7 +30,7 @@ RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"
 NIGHTLY, CRONTAB, DAG = RECIPES / "prefill-nightly.sh", RECIPES / "crontab.example", RECIPES / "airflow_dag.py"
 ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40, "rationale": 400}
 # Recipes with a file of questions: how many these are.
-QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12, "triage": 3}
+QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12, "triage": 3, "pictures": 5}
 OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.options()} | {"--recipe"}
 DAY = "2026-01-01"
 FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
@@ -125,7 +125,7 @@ def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.stderr
     scores = pq.read_table(output)
-    assert len(scores) == (120 if name == "triage" else 400)
+    assert len(scores) == {"triage": 120, "pictures": 300}.get(name, 400)
     assert scores["error"].null_count == len(scores)
     assert sum(column.endswith(".label_mass") for column in scores.column_names) == QUESTIONS[name]
     report = json.loads((tmp_path / "scores.run.json").read_text())
@@ -139,6 +139,9 @@ def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(
         with (tmp_path / "review.csv").open(newline="") as file:
             doubted = [row["id"] for row in csv.DictReader(file)]
         assert doubted == [row["id"] for row in scores.to_pylist() if row["review"]]
+    if name == "pictures":
+        evaluations = report["evaluations"]
+        assert min(evaluations[each]["accuracy"] for each in ("red", "printed")) >= 0.95
     if name == "queries":  # which are the sample's own
         known = [row for row in scores.to_pylist() if row["subject"] in row]
         right = [(row[row["subject"]] > 0.5) == (row["answer"] == "Yes") for row in known]
