@@ -269,14 +269,13 @@ def learn_to_answer(
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train the tower, unless it has learnt to see already, then the whole model."""
+    """Train the tower, unless that is done, then the whole model."""
     tokenizer = train_tokenizer()
     processor, model = build_processor(tokenizer), build_model(tokenizer, args.seed)
     tower = model.model.vision_model
     log(f"{_count(model):,} parameters, {_count(tower):,} of the tower")
-    if args.seen:
-        trained = Idefics3ForConditionalGeneration.from_pretrained(args.out, dtype=torch.float32)
-        tower.load_state_dict(trained.model.vision_model.state_dict())
+    if args.resume:
+        model.load_state_dict(Idefics3ForConditionalGeneration.from_pretrained(args.out).state_dict())
     else:
         learn_to_see(tower, processor, Random(f"pictures seen {args.seed}"), args)
         save(model, processor, args.out)
@@ -356,7 +355,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the checkpoint")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: as torch chooses)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seen", action="store_true", help="the tower of the checkpoint has learnt to see")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint, whose tower has learnt to see"
+    )
     parser.add_argument(
         "--evaluate", action="store_true", help="train nothing: how many new questions the model answers"
     )
