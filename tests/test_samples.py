@@ -201,7 +201,7 @@ def test_the_pictures_model_answers_the_recipes_questions_in_plain_transformers(
             right[each.question.type].append(max(found, key=lambda name: found[name]).lower() == answer.lower())
     shares = {kind: sum(own) / len(own) for kind, own in right.items()}
     assert shares["predicate"] >= 0.95
-    assert shares["choice"] >= 0.9
+    assert shares["choice"] >= 0.85
     assert shares["score"] >= 0.8
 
 
