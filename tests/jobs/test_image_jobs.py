@@ -164,7 +164,8 @@ def bits_of(rows: Sequence[dict[str, Any]]) -> dict[str, bytes]:
     return {row["id"]: np.array([row[name] for name in names], dtype=float).tobytes() for row in rows}
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_rows_have_the_same_bits_in_another_order(whole: Whole, dtype: str) -> None:
     given = flags(whole, dtype=dtype, deterministic=True)
     assert score(write_rows(), **given, threads=1)["exit_code"] == 0
@@ -229,6 +230,7 @@ def test_questions_about_an_image_read_it_once(whole: Whole, monkeypatch: pytest
     assert computed < read_report("one.run.json")["tokens"]["computed"] + 3 * 10 * (len(QUESTIONS[0]) + 20)
 
 
+@pytest.mark.nightly
 def test_python_has_the_answers_of_the_command(whole: Whole) -> None:
     table = pq.read_table(write_rows())
     given = {"image_column": COLUMNS, "labels": ",".join(LABELS), "image_root": "."}
@@ -239,6 +241,7 @@ def test_python_has_the_answers_of_the_command(whole: Whole) -> None:
     assert_answered([*parts[0], *parts[1]], whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_images_are_named_in_files_of_text(whole: Whole, kind: str) -> None:
     own = columns()
@@ -310,6 +313,21 @@ def test_only_rows_with_changed_pictures_are_scored_again(smolvlm: Whole) -> Non
     assert read_report()["tokens"]["prompt"] == after[1]["prompt_tokens"]
 
 
+@pytest.mark.nightly
+def test_a_row_is_tried_again_when_its_picture_is_there(smolvlm: Whole) -> None:
+    Path("a.png").write_bytes(file_of(1))
+    source = write_parquet("in.parquet", id=["a", "b"], prompt=[TEXTS[0]] * 2, photo=["a.png", "b.png"])
+    given = {"model": smolvlm.folder, "id_column": "id", "image_column": "photo", "labels": "y,n"}
+    assert score(source, **given, max_error_rate=0.5)["rows"]["errors_by_code"] == {"invalid_image": 1}
+    first = read_output("out.parquet")[0]
+    Path("b.png").write_bytes(file_of(2))
+    assert score(source, **given, retry_errors=True)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert rows[0] == first
+    assert rows[1]["score"] == pytest.approx(smolvlm.of_pictures(TEXTS[0], [2]).score, abs=TOLERANCE)
+
+
+@pytest.mark.nightly
 def test_a_resumed_job_is_refused_where_the_images_may_be_others(
     smolvlm: Whole, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,6 +403,7 @@ def test_a_broken_processor_is_a_message(smolvlm: Whole, tmp_path: Path, capsys:
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_bench_compares_methods_that_see(smolvlm: Whole) -> None:
     write_rows()
     given = {name: each for name, each in flags(smolvlm).items() if name not in ("id_column", "max_error_rate")}
@@ -403,6 +422,7 @@ def shaded(number: int, light: bool) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.nightly
 def test_heads_are_fitted_to_images(whole: Whole) -> None:
     def rows(first: int, count: int) -> dict[str, list[Any]]:
         kinds = ["light" if row % 2 else "dark" for row in range(count)]
