@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from contextlib import closing
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def test_no_run_is_cut() -> None:
         edges = np.unique(rng.integers(0, 200, 12)).tolist()
         runs = list(zip(edges[::2], edges[1::2], strict=False))
         cuts = [0, *np.unique(rng.integers(1, 200, 6)).tolist(), 200]
-        parts = uncut(list(zip(cuts, cuts[1:], strict=False)), runs)
+        parts = uncut(list(pairwise(cuts)), runs)
         assert [parts[0][0], *(end for _, end in parts)] == sorted({0, *(end for _, end in parts)})
         assert parts[-1][1] == 200
         inside = {place for start, end in runs for place in range(start + 1, end)}
