@@ -93,7 +93,7 @@ def rows_of(seed: int, pictures: int, times: int = 1, questions: Sequence[str] =
 
 
 @contextmanager
-def ours(model: Path, dtype: str, questions: Sequence[str] = ()) -> Iterator[Callable[[pa.Table], Logprobs]]:
+def ours(model: Path, dtype: Any, questions: Sequence[str] = ()) -> Iterator[Callable[[pa.Table], Logprobs]]:
     """The program itself, from the files of pictures to answers: log-probabilities [rows, answers] of the rows' own
     questions, or probabilities [rows, questions]."""
     from prefillcli import Scorer
