@@ -41,7 +41,7 @@ from benchmarks.serving import Method, Settings, share
 from benchmarks.spread import Spread
 from prefillcli.tools.bench.contest import interleaved
 
-VLLM = ".venv-vllm"
+VLLM = ROOT / ".venv-vllm"
 PADDED = 8  # rows of a padded batch
 QUESTION = "Does the picture show a person?"
 ASKED = (
@@ -198,18 +198,30 @@ def vllm(
     yield run, {"cores": cores, "libiomp": libiomp, **options}
 
 
-class Bench:
-    """A model with random weights in a folder, in which the rows of cases are written too."""
+class Way(NamedTuple):
+    """What answers the next rows, and the clock of its seconds."""
 
-    def __init__(self, model: Path, dtype: str, pictures: int, rounds: int, names: Sequence[str]) -> None:
-        self.model, self.dtype, self.pictures, self.rounds, self._names = model, dtype, pictures, rounds, names
+    run: Callable[[], Any]
+    clock: Callable[[], float] = time.perf_counter
+
+
+class Bench:
+    """A model with random weights in a folder, in which the rows of cases are written too.
+
+    `peers`: vLLM is asked too. `cpu_time`: seconds are those of processors.
+    """
+
+    def __init__(self, model: Path, dtype: str, pictures: int, rounds: int, *, peers: bool, cpu_time: bool) -> None:
+        self.model, self.dtype, self.pictures, self.rounds = model, dtype, pictures, rounds
+        self._peers, self._cpu_time = peers, cpu_time
+        self.clock = time.process_time if cpu_time else time.perf_counter
         self._whole: Whole | None = None
         self._works = 0
 
-    def work(self, times: int = 1, questions: Sequence[str] = (QUESTION,), pictures: int | None = None) -> Work:
+    def work(self, times: int = 1, questions: Sequence[str] = (QUESTION,)) -> Work:
         """Rows for all turns, with pictures that no other work has."""
         self._works += 1
-        make = partial(rows_of, pictures=pictures or self.pictures, times=times, questions=questions)
+        make = partial(rows_of, pictures=self.pictures, times=times, questions=questions)
         return Work.write(make, self.rounds + 1, self.model / f"rows-{self._works}", self._works)
 
     @property
@@ -219,37 +231,41 @@ class Bench:
         return self._whole
 
     @contextmanager
-    def peer(self, work: Work) -> Iterator[dict[str, Callable[[], Any]]]:
-        """vLLM on these rows, if it is asked for and its environment is there."""
-        if "vLLM" not in self._names:
+    def peer(self, name: str, work: Work) -> Iterator[dict[str, Way]]:
+        """vLLM on these rows by this name, if it is asked for and its environment is there."""
+        if not self._peers:
             yield {}
             return
         settings = {"files": [str(each) for each in work.files], "cores": CORES, "libiomp": True}
         settings |= {"enforce_eager": True, "max_num_batched_tokens": 8_192, "block_size": 32}
         settings |= {"max_model_len": 4_096, "kv_cache_memory_bytes": 1 << 30}
-        labels = tuple(self.whole.labels)
-        runner = Runner(
-            "benchmarks.images:vllm", self.model, self.dtype, [], settings, labels=labels, environment=ROOT / VLLM
-        )
-        with closing(runner):
-            yield {"vLLM": runner.run}
+        yes, no = self.whole.labels
+        way = "benchmarks.images:vllm"
+        with closing(Runner(way, self.model, self.dtype, [], settings, labels=(yes, no), environment=VLLM)) as runner:
+            yield {name: Way(runner.run, runner.processor_seconds if self._cpu_time else time.perf_counter)}
 
-    def raced(self, methods: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, list[float]], dict[str, Any]]:
-        """Seconds of each round by method, and each one's answers to the first rows."""
+    def raced(self, methods: Mapping[str, Callable[[], Any] | Way]) -> tuple[dict[str, list[float]], dict[str, Any]]:
+        """Seconds of each round by method, and each one's answers to the first rows. A method alone has the clock of
+        this process."""
         first: dict[str, Any] = {}
+        spent = 0.0
 
-        def run(name: str, method: Callable[[], Any]) -> None:
-            found = method()
+        def run(name: str, way: Way) -> None:
+            nonlocal spent
+            begun = way.clock()
+            found = way.run()
+            spent += way.clock() - begun
             first.setdefault(name, found)
 
-        ways = {name: partial(run, name, method) for name, method in methods.items()}
-        return interleaved(ways, self.rounds, on_run=log_run), first
+        ways = {name: each if isinstance(each, Way) else Way(each, self.clock) for name, each in methods.items()}
+        turns = {name: partial(run, name, way) for name, way in ways.items()}
+        return interleaved(turns, self.rounds, on_run=log_run, clock=lambda: spent), first
 
 
 def one(bench: Bench) -> dict[str, Any]:
     """One question about each picture: seconds a row, and how far the answers are from a plain loop's."""
     work = bench.work()
-    with ours(bench.model, bench.dtype) as score, bench.peer(work) as peer:
+    with ours(bench.model, bench.dtype) as score, bench.peer("vLLM", work) as peer:
         loops = {
             "transformers, one by one": work.runs(bench.whole.score),
             f"transformers, {PADDED} padded": work.runs(partial(bench.whole.score, batch=PADDED)),
@@ -271,12 +287,12 @@ def ten(bench: Bench) -> dict[str, Any]:
     """Ten typed questions about each picture against one: seconds a picture."""
     alone, together = bench.work(), bench.work(questions=ASKED)
     with ExitStack() as stack:
-        methods = {
+        methods: dict[str, Any] = {
             f"prefill, {number}": alone.runs(stack.enter_context(ours(bench.model, bench.dtype, ASKED[:number])))
             for number in (1, len(ASKED))
         }
         for number, work in ((1, alone), (len(ASKED), together)):
-            methods |= {f"vLLM, {number}": run for run in stack.enter_context(bench.peer(work)).values()}
+            methods |= stack.enter_context(bench.peer(f"vLLM, {number}", work))
         seconds, _ = bench.raced(methods)
     return {
         name: {
@@ -290,9 +306,9 @@ def ten(bench: Bench) -> dict[str, Any]:
 def repeated(bench: Bench) -> dict[str, Any]:
     """Each picture in four rows, with a text of its own in each, against one row a picture: seconds a row."""
     alone, four = bench.work(), bench.work(times=4)
-    with ours(bench.model, bench.dtype) as score, bench.peer(four) as peer:
+    with ours(bench.model, bench.dtype) as score, bench.peer("vLLM, four rows", four) as peer:
         methods = {"prefill, one row": alone.runs(score), "prefill, four rows": four.runs(score)}
-        seconds, _ = bench.raced(methods | {f"{name}, four rows": run for name, run in peer.items()})
+        seconds, _ = bench.raced({**methods, **peer})
     return {
         name: {
             "seconds_per_row": Spread.of([each / bench.pictures / (4 if "four" in name else 1) for each in own]),
@@ -312,15 +328,15 @@ def ahead(bench: Bench) -> dict[str, Any]:
     made, encoded = VisionTower.inputs, VisionTower._encode
 
     def inputs(tower: VisionTower, image: Any) -> Any:
-        begun = time.perf_counter()
+        begun = bench.clock()
         found = made(tower, image)
-        parts["inputs"] += time.perf_counter() - begun
+        parts["inputs"] += bench.clock() - begun
         return found
 
     def encode(tower: VisionTower, *given: Any) -> Any:
-        begun = time.perf_counter()
+        begun = bench.clock()
         found = encoded(tower, *given)
-        parts["tower"] += time.perf_counter() - begun
+        parts["tower"] += bench.clock() - begun
         return found
 
     by_turn: list[dict[str, float]] = []
@@ -362,25 +378,41 @@ def _part(own: list[float], whole: Sequence[float]) -> dict[str, Spread]:
 
 
 def measure(
-    model: str, size: str, edge: int, dtype: str, rows: int, rounds: int, cases: Sequence[str], peers: bool
+    model: str,
+    size: str,
+    edge: int,
+    dtype: str,
+    rows: int,
+    rounds: int,
+    cases: Sequence[str],
+    peers: bool,
+    cpu_time: bool,
 ) -> dict[str, Any]:
     """Make a model, and measure cases with it; tables go to stdout."""
     from prefillcli.models.dtype import times_as_long
 
     if dtype == "auto":
         dtype = "float32" if times_as_long("bfloat16", "float32", torch.device("cpu")) > 1 else "bfloat16"
-    names = ["vLLM"] if peers and (ROOT / VLLM / ".ready").exists() else []
-    if peers and not names:
+    if peers and not (VLLM / ".ready").exists():
         log(f"vLLM is left out: {VLLM} is not made; `make setup-vllm` makes it")
+        peers = False
     results: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         made = random_model(model, size, edge, Path(folder, "model"))
-        bench = Bench(made, dtype, rows, rounds, names)
+        bench = Bench(made, dtype, rows, rounds, peers=peers, cpu_time=cpu_time)
         for name in cases:
             log(f"{name}, {model} {size}, {dtype}, {rows} pictures")
             results[name] = CASES[name](bench)
             _print(name, results[name])
-    return {"model": model, "size": size, "edge": edge, "dtype": dtype, "pictures": rows, "cases": results}
+    return {
+        "model": model,
+        "size": size,
+        "edge": edge,
+        "dtype": dtype,
+        "pictures": rows,
+        "cpu_time": cpu_time,
+        "cases": results,
+    }
 
 
 def _print(case: str, found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -434,6 +466,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Pictures of a round.")] = 16,
     rounds: Annotated[int, typer.Option(help="Rounds after the warm-up.")] = 3,
     peers: Annotated[bool, typer.Option(help="Race against vLLM too.")] = True,
+    cpu_time: Annotated[bool, typer.Option(help="Measure time on cores, on a busy machine.")] = False,
 ) -> None:
     """Compare a checkpoint's answers about pictures with transformers', or measure the speed of such jobs."""
     from prefillcli.runtime.cores import cpu_name
@@ -450,7 +483,7 @@ def main(
             f"log-probabilities by {result['largest_difference_of_logprobs']:.1e}"
         )
     else:
-        result = measure(model, size, edge, dtype, rows, rounds, case or list(CASES), peers)
+        result = measure(model, size, edge, dtype, rows, rounds, case or list(CASES), peers, cpu_time)
     machine = {"processor": cpu_name(), "cores": os.cpu_count(), "instructions": processor_instructions()}
     print(json.dumps({**result, **machine}, default=asdict))
     if not result.get("agrees", True):
