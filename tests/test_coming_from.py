@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -17,7 +18,9 @@ from tests.unit.engines.encoder_models import save_encoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own
 
-PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
+ROOT = Path(__file__).parent.parent
+SAMPLES = ROOT / "samples"
+PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 PARTS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
 
 
@@ -43,6 +46,11 @@ def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("models").mkdir()
     Path("models", "judge").symlink_to(sample_model())  # whose answer is among the likeliest tokens
     save_encoder(Path("models", "cross-encoder"), num_labels=1, hidden_size=128, intermediate_size=128)
+    Path("models", "eyes").symlink_to(SAMPLES / "models" / "pictures")
+    Path("photos").mkdir()
+    pictures = pq.read_table(SAMPLES / "pictures.parquet")["photo"]
+    for number in (1, 2):
+        Path("photos", f"{number}.png").write_bytes(pictures[number]["bytes"].as_py())
     save_model(Path("models", "classifier"), hidden=128, classifies=True, num_labels=2)
 
 

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from prefillcli.errors import UsageError, counted
 from prefillcli.models.files import read_header, weight_files
 from prefillcli.models.heads import ClassHead, auto_class
-from prefillcli.models.multimodal import TextPart
+from prefillcli.models.multimodal import TextPart, no_advice
 
 # Messages of transformers while it loads.
 
@@ -31,17 +31,15 @@ from prefillcli.models.multimodal import TextPart
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and advice; errors are raised. Tensors of the meta device, which have no
     numbers, get no initial ones: torch takes longer for that than for all else of an empty model."""
-    level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     first = dict(TORCH_INIT_FUNCTIONS)
     _begin_with({name: partial(_unless_empty, function) for name, function in first.items()})
     try:
-        yield
+        with no_advice():
+            yield
     finally:
         _begin_with(first)
-        transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.utils import logging as transformers_logging
 
 from prefillcli.models.files import lacks_vocabulary, read_header, weight_files
 from prefillcli.walk.forest import UnsupportedModelError
@@ -55,9 +58,21 @@ def text_part(whole: Any) -> TextPart | None:
     return None if kind is None else TextPart(kind, whole)
 
 
+@contextmanager
+def no_advice() -> Iterator[None]:
+    """Silence what transformers logs and does not raise."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read a model's configuration, without flags of its training that would change what a forward returns."""
-    whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with no_advice():  # on parts of it that it does not use
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     headless = lacks_vocabulary(folder)  # it gets another head, and until then that of its embedding
     for config in (whole, whole.get_text_config()):
         for name, value in FORWARD.items() if isinstance(config, PreTrainedConfig) else ():
