@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ MODEL, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 READS = ["--model", str(MODEL), "--keep-columns", "answer"]
 COMPRESSED = [*READS, "--draft", str(DRAFT), "--keep", "0.2", "--audit", "240", "--truth", "answer"]
 SEES = ["--model", str(SAMPLES / "models" / "pictures"), "--image-column", "photo", "--limit", "20"]
-SEES += ["--template", "Is there a red shape?", "--labels", "Yes,No", "--keep-columns", "has_red"]
+SEES += ["--ask", "Is there a purple shape?", "--keep-columns", "has_purple"]
 RUNS: list[tuple[str, str, list[str]]] = [  # data set, name of the run, its options
     ("post_recommendation.parquet", "post_recommendation", READS),
     ("credit_verification.jsonl", "credit_verification", READS),
@@ -45,7 +46,7 @@ def main() -> int:
     for data, name, options in RUNS:
         output = folder / f"{name}.scores.parquet"
         command = ["score", str(SAMPLES / data), "--output", str(output), "--id-column", "id", "--overwrite", *options]
-        console.print(f"$ prefill {' '.join(command)}")
+        console.print(f"$ prefill {shlex.join(command)}")
         run = subprocess.run(  # noqa: S603 - our own command line
             [sys.executable, "-m", "prefillcli", *command], stdout=subprocess.PIPE, text=True, check=False
         )
@@ -53,6 +54,8 @@ def main() -> int:
         if run.returncode:
             return run.returncode
         scores = pq.read_table(output)
+        if "--ask" in options:  # whose columns have the question's name
+            scores = scores.rename_columns({"answer": "score", "answer.label_mass": "label_mass"})
         truth = options[options.index("--keep-columns") + 1]
         console.print(_first_rows(name, scores, truth))
         yes = np.asarray([answer.lower() == "yes" for answer in scores[truth].to_pylist()])
