@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from threading import Lock, RLock
 
 import torch
 from torch import Tensor
 
 from prefillcli.images.image import PlacedImage
+from prefillcli.models.dtype import one_thread
 from prefillcli.models.images import ModelImages
 from prefillcli.models.vision import Inputs, VisionTower
 from prefillcli.plan.pack import Pack
@@ -164,13 +165,16 @@ class PackImages:
     def _inputs(self, image: PlacedImage) -> Inputs:
         return self._loaded().inputs(image)
 
+    def _made(self, images: Sequence[PlacedImage]) -> list[Tensor]:
+        # Products have other bits on other numbers of threads.
+        with one_thread(self._device) if self._alone else nullcontext():
+            return self._loaded().features(images, self._ahead.take)
+
     def _features(self, images: Sequence[PlacedImage]) -> list[Tensor]:
         # Those that were made for earlier packs are kept while there is room.
         keys = list(map(_name, images))
         new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._kept}
-        made = (
-            dict(zip(new, self._loaded().features(list(new.values()), self._ahead.take), strict=True)) if new else {}
-        )
+        made = dict(zip(new, self._made(list(new.values())), strict=True)) if new else {}
         found = [made[key] if key in made else self._kept[key] for key in keys]
         for key, each in zip(keys, found, strict=True):
             if key not in self._kept:

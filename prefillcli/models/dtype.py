@@ -180,7 +180,7 @@ def _times(forms: Sequence[str], dtype: str, device: torch.device, size: tuple[i
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(each, width, generator=generator) for each in (width, count))
     products = [_product(each, dtype, weight, rows, device) for each in forms]
-    with _one_thread(device):
+    with one_thread(device):
         for product in products:
             product()  # which may compile something
         taken = [[_seconds(product, device) for product in products] for _ in range(_ROUNDS)]
@@ -211,7 +211,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Compute on one thread of a CPU; other devices compute as always."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -45,8 +45,8 @@ from tests.jobs.processes import Command, Hold, cut_small_windows
 from tests.jobs.test_shards import merge
 
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
-#: Images in tiles; positions in three axes; these, with features in early layers too; attention both ways.
-FAMILIES = ("smolvlm", "qwen2_vl", "qwen3_vl", "gemma3")
+#: Images in tiles; positions in three axes; with features in early layers, or states; attention both ways; any size.
+FAMILIES = ("smolvlm", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3", "mistral3")
 
 
 @pytest.fixture(autouse=True)
