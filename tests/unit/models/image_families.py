@@ -530,6 +530,11 @@ NEEDS_TORCHVISION = {
 }
 
 
+#: Those that `make test` runs: each way in which a model reads images is among them. `make test-matrix` runs all.
+_USUAL = {"smolvlm", "llava_onevision", "qwen3_vl", "qwen3_5", "gemma3"}
+EACH_FAMILY = [pytest.param(name, marks=() if name in _USUAL else pytest.mark.matrix) for name in FAMILIES]
+
+
 def make_family(name: str, folder: Path) -> Path:
     """Write a model of this family into a folder, with random weights in float32, and return the folder."""
     family = (FAMILIES | NEEDS_TORCHVISION)[name]

@@ -23,7 +23,7 @@ from prefillcli.models.vision import VisionTower
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 from tests.unit.models.image_families import (
-    FAMILIES,
+    EACH_FAMILY,
     NEEDS_TORCHVISION,
     eager_logits,
     load_whole,
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 SIZES = [(40, 30), (64, 64), (20, 90), (100, 24), (5, 7)]
 WITHOUT_TORCHVISION = find_spec("torchvision") is None
 NAMES = [
-    *FAMILIES,
+    *EACH_FAMILY,
     *(
         pytest.param(name, marks=pytest.mark.skipif(WITHOUT_TORCHVISION, reason="needs torchvision"))
         for name in NEEDS_TORCHVISION
@@ -168,7 +168,7 @@ def test_features_are_the_same_in_any_batch(name: str, folders: dict[str, Path])
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 def test_a_tower_has_the_weights_beside_the_text_model_and_no_others(name: str, folders: dict[str, Path]) -> None:
     whole = load_whole(folders[name])
     _, tower = opened(folders[name])

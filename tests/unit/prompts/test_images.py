@@ -29,7 +29,7 @@ from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.prompts.questions import typed
 from prefillcli.prompts.settings import PromptSettings
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError
-from tests.unit.models.image_families import FAMILIES, load_whole, make_family, open_processor
+from tests.unit.models.image_families import EACH_FAMILY, FAMILIES, load_whole, make_family, open_processor
 from tests.unit.prompts.test_prompts import batch_of
 
 SIZES = [(40, 30), (20, 90), (64, 64)]
@@ -93,7 +93,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-every_family = pytest.mark.parametrize("model", list(FAMILIES), indirect=True)
+every_family = pytest.mark.parametrize("model", EACH_FAMILY, indirect=True)
 of_smolvlm = pytest.mark.parametrize("model", ["smolvlm"], indirect=True)
 
 

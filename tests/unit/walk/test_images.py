@@ -25,7 +25,7 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.walk.features import PackFeatures, uncut
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.walk import LayerWalk
-from tests.unit.models.image_families import FAMILIES, eager_logits, make_family
+from tests.unit.models.image_families import EACH_FAMILY, eager_logits, make_family
 
 SIZES = [(56, 40), (64, 64), (30, 90)]
 SYSTEM = {"role": "system", "content": "You look at photos."}
@@ -136,7 +136,7 @@ def _layout(case: Case, image: PlacedImage) -> Any:
     return case.processing.layout(image.image.width, image.image.height, image.several)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_prompts_with_images_have_the_logits_of_the_whole_model(family: str, case_of: Any) -> None:
     case = case_of(family)
     plan = plan_of(case, Limits(1 << 20, 1 << 20))
@@ -144,7 +144,7 @@ def test_prompts_with_images_have_the_logits_of_the_whole_model(family: str, cas
     torch.testing.assert_close(walked(case, plan, 1 << 14), case.wanted, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_packs_and_chunks_may_end_inside_an_image(family: str, case_of: Any) -> None:
     case = case_of(family)
     longest = max(map(len, case.prompts))
