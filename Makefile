@@ -379,6 +379,7 @@ tickets-model: setup
 # The sample model that sees anew: half an hour on one core
 pictures-model: setup
 	$(BIN)/python -m training.pictures_model --threads 1
+	$(BIN)/python -m training.pictures_model --threads 1 --resume --seed 1 --steps 600
 
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup

@@ -366,7 +366,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if args.evaluate:
         model = AutoModelForImageTextToText.from_pretrained(args.out, dtype=torch.float32, attn_implementation="eager")
-        shares = evaluate(model.eval(), AutoProcessor.from_pretrained(args.out), draw_asked("new", 10 * CHECKED))
+        shares = evaluate(model.eval(), AutoProcessor.from_pretrained(args.out), draw_asked("new", 5 * CHECKED))
         for about, share in shares.items():
             print(f"| {about} | {share:.3f} |")
     else:
