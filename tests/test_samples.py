@@ -192,7 +192,7 @@ def test_the_pictures_model_answers_the_recipes_questions_in_plain_transformers(
     processor = AutoProcessor.from_pretrained(SEEING)
     asked = read_questions(str(SAMPLES.parent / "recipes" / "questions" / "pictures.yaml")).questions
     right = defaultdict(list)
-    for row in pq.read_table(SAMPLES / PICTURE_FILE).to_pylist()[:60]:
+    for row in pq.read_table(SAMPLES / PICTURE_FILE).to_pylist()[:120]:
         image = Image.open(io.BytesIO(row["photo"]["bytes"]))
         for each in asked:
             found = probabilities(model, processor, image, each.question, row["caption"] or "")
