@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from prefillcli.errors import UsageError
 from prefillcli.options.engines import ENGINES
 from prefillcli.options.option import Settings, as_typed
-from prefillcli.options.requirements import bounds_alone
 from prefillcli.options.settings import JobSettings
 
 OptionText = str
@@ -122,13 +121,6 @@ _RARE = ("--recall", "--precision")
 _BLIND = (
     *_refused("--image-column", ("--draft", "--keep"), "the tokens of an image are read together"),
     *_refused("--image-column", ("--first", "--compute", *_RARE), "the models that read first read texts alone"),
-    *_refused(
-        "--image-column",
-        "--max-flips",
-        "alone it tries models that read first, and these read texts alone",
-        "give --exit beside it, or leave one of them out",
-        lambda settings: not bounds_alone(settings),
-    ),
     *_refused(
         "--image-column",
         ("--adapter", "--adapter-column"),
