@@ -141,7 +141,7 @@ def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(
         assert doubted == [row["id"] for row in scores.to_pylist() if row["review"]]
     if name == "pictures":
         evaluations = report["evaluations"]
-        assert min(evaluations[each]["accuracy"] for each in ("red", "printed")) >= 0.95
+        assert min(evaluations[each]["accuracy"]["value"] for each in ("red", "printed")) >= 0.95
     if name == "queries":  # which are the sample's own
         known = [row for row in scores.to_pylist() if row["subject"] in row]
         right = [(row[row["subject"]] > 0.5) == (row["answer"] == "Yes") for row in known]
