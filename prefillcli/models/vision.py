@@ -10,22 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefillcli.images.decoding import open_image
 from prefillcli.images.image import PlacedImage
 from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.image_processing import ImageProcessing, TowerShape, image_class, image_traits
 from prefillcli.models.multimodal import name_of_head, prefix_of_decoder
-from prefillcli.walk.attention import Shift, attend_by_products, fast_products, products_pay
 from prefillcli.walk.forest import UnsupportedModelError
 
 Inputs = dict[str, Tensor]
 
-#: The name by which transformers knows `_attend`.
-BY_PRODUCTS = "prefillcli_images"
 #: Bytes of activations that a batch of images may take.
 BATCH_BYTES = 1 << 30
 
@@ -81,10 +76,7 @@ class VisionTower:
             raise UnsupportedModelError(
                 f"{folder}: {len(lacking)} weights of the vision tower are missing: {lacking[0]}"
             )
-        model = model.eval().requires_grad_(False).to(device)
-        if attention is None and fast_products(device, dtype):
-            _use_products(model)
-        return cls(model, processing, batch_bytes)
+        return cls(model.eval().requires_grad_(False).to(device), processing, batch_bytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -190,36 +182,3 @@ def _without_text(kind: type[PreTrainedModel]) -> Any:
         "_keys_to_ignore_on_load_unexpected": [".*"],
     }
     return type(kind.__name__, (kind,), changes)
-
-
-def _use_products(model: PreTrainedModel) -> None:
-    # The parts that attend by torch's kernel attend by products, where these are faster.
-    if BY_PRODUCTS not in AttentionInterface():
-        AttentionInterface.register(BY_PRODUCTS, _attend)
-        AttentionMaskInterface.register(BY_PRODUCTS, sdpa_mask)
-    for part in model.modules():
-        config = getattr(part, "config", None)
-        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
-            config._attn_implementation = BY_PRODUCTS
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or causal or not products_pay(query, key):
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, is_causal=causal, **more
-        )
-        return out, None
-    shift = Shift.of(key, query.shape[-1] ** -0.5 if scaling is None else scaling)
-    shift.include(key, query)
-    out, _ = attend_by_products(query, shift.moved(key), value, safe=shift.safe)
-    return out.transpose(1, 2), None

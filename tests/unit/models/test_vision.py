@@ -17,11 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.images.image import FEATURE, FIRST_FEATURE, ImageError, PlacedImage, RowImage
-from prefillcli.models import vision
 from prefillcli.models.image_processing import ImageProcessing
 from prefillcli.models.multimodal import load_text_part, read_config
 from prefillcli.models.vision import VisionTower
-from prefillcli.walk.attention import attend_by_products
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 from tests.unit.models.image_families import (
@@ -34,7 +32,6 @@ from tests.unit.models.image_families import (
 )
 
 CPU = torch.device("cpu")
-MASKED = {"gemma4", "gemma4_vision", "mistral3"}  # whose towers always attend with a mask
 SIZES = [(40, 30), (64, 64), (20, 90), (100, 24), (5, 7)]
 WITHOUT_TORCHVISION = find_spec("torchvision") is None
 NAMES = [
@@ -169,29 +166,6 @@ def test_features_are_the_same_in_any_batch(name: str, folders: dict[str, Path])
     assert len({each.shape for each in together}) > 1
     for ours, own in zip(together, alone, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", EACH_FAMILY)
-def test_attention_by_products_gives_the_features_of_torchs_kernel(
-    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folders[name]
-    config, processing = read_config(folder), ImageProcessing.open(folder, read_config(folder))
-    images = [placed([picture(*size, seed=n)], processing)[0] for n, size in enumerate(SIZES)]
-    wanted = VisionTower.load(folder, config, processing, dtype=torch.float32, device=CPU, attention="sdpa")
-    multiplied = []
-
-    def attend(*given: Any, **how: Any) -> Any:
-        multiplied.append(given)
-        return attend_by_products(*given, **how)
-
-    monkeypatch.setattr(vision, "attend_by_products", attend)
-    monkeypatch.setattr(vision, "fast_products", lambda *_: True)
-    monkeypatch.setattr(vision, "products_pay", lambda *_: True)
-    tower = VisionTower.load(folder, config, processing, dtype=torch.float32, device=CPU)
-    for ours, own in zip(tower.features(images), wanted.features(images), strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
-    assert bool(multiplied) == (name not in MASKED)
 
 
 @pytest.mark.parametrize("name", EACH_FAMILY)
