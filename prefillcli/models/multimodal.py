@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,47 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     return whole
 
 
+@dataclass(frozen=True, slots=True)
+class TextOutline:
+    """The text model of a checkpoint, without numbers.
+
+    `empty` is the model on the meta device, without the towers that its class has; `towers` are the shapes of their
+    tensors by name. `names` has, by the names of tensors in the files, those by which transformers loads them.
+    """
+
+    config: Any
+    empty: PreTrainedModel
+    towers: Mapping[str, torch.Size]
+    names: Mapping[str, str]
+
+
+def outline_text_part(folder: Path, whole: Any, dtype: torch.dtype) -> TextOutline:
+    """Return the outline of the text model of a checkpoint with the configuration `whole`. Raises
+    UnsupportedModelError."""
+    part = text_part(whole)
+    if part is None:
+        raise UnsupportedModelError(f"{folder}: {whole.model_type} has no text model that scores")
+    if getattr(part.config.get_text_config(), "cross_attention_layers", None):
+        raise UnsupportedModelError(
+            f"{folder}: some layers of a {whole.model_type} only read images, and the others are not read layer by "
+            "layer\ntake --weights resident"
+        )
+    with torch.device("meta"):
+        empty = part.kind._from_config(part.config, dtype=dtype)
+    towers = drop_towers(empty) if part.config is whole else {}
+    names = {stored: name for name, (_, stored) in _names_in_files(folder, empty, empty.state_dict()).items()}
+    return TextOutline(part.config, empty, towers, names)
+
+
+def drop_towers(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Take the towers out of a model; return the shapes of their tensors by name."""
+    towers, tensors = _towers(model), model.state_dict()
+    for name in towers:
+        owner, _, own = name.removesuffix(".").rpartition(".")
+        setattr(model.get_submodule(owner), own, nn.Identity())
+    return {name: each.shape for name, each in tensors.items() if name.startswith(tuple(towers))} if towers else {}
+
+
 def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the text model of a checkpoint on the CPU; return it with transformers' report on loading it.
 
@@ -123,9 +164,8 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
     inside = {name.removeprefix(prefix).partition(".")[0] for name in wanted if name.startswith(prefix)}
     unknown = info["unexpected_keys"]
     info["unexpected_keys"] = {name for name in unknown if name.startswith(tuple(f"{prefix}{own}." for own in inside))}
-    for name in towers:
-        owner, _, own = name.removesuffix(".").rpartition(".")
-        setattr(model.get_submodule(owner), own, nn.Identity())
+    if towers:
+        drop_towers(model)
     if idle:
         place = decoder_layers(model)
         place.replace([layer for number, layer in enumerate(place.layers) if number not in idle])

@@ -200,11 +200,16 @@ class Placement:
 
 
 def place_weights(
-    folder: Path, model: PreTrainedModel, dtype: torch.dtype, quantiser: HfQuantizer | None = None
+    folder: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    quantiser: HfQuantizer | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Placement:
     """Return the places of the weights of `model`, which may be on the meta device: only its tensors' names and shapes
     count. Weights in `folder` that a `quantiser` of transformers unpacks become numbers of `dtype`; it changes the
-    model, which must be on the meta device, as it does for loading.
+    model, which must be on the meta device, as it does for loading. Of a checkpoint with other parts, `names` has by
+    the names of tensors in the files those of the model's own.
 
     Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
     transformers makes a layer's tensor from others in a way that is unknown here.
@@ -222,11 +227,14 @@ def place_weights(
     placement = Placement([LayerFiles() for _ in place.layers], [], [])
     sources: dict[str, dict[str | None, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     for stored in sorted(_stored_tensors(folder), key=lambda each: dot_natural_key(each.name)):
-        name, pattern = rename_source_key(stored.name, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and stored.name in wanted:
-            name, pattern = rename_source_key(stored.name, [], [], model.base_model_prefix, wanted)
+        own = stored.name if names is None else names.get(stored.name)
+        if own is None:
+            continue
+        name, pattern = rename_source_key(own, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and own in wanted:
+            name, pattern = rename_source_key(own, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
-            placement.unread.append(stored.name)
+            placement.unread.append(own)
         elif name.startswith(prefix) or (quantiser is not None and pattern is not None):
             sources[name][pattern].append(stored)
         else:

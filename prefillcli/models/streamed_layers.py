@@ -29,7 +29,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, ou
 from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
-from prefillcli.models.multimodal import read_config
+from prefillcli.models.multimodal import drop_towers, outline_text_part, read_config
 from prefillcli.models.newest_flash import settle_attention
 from prefillcli.models.open import Opened
 from prefillcli.models.placement import (
@@ -493,7 +493,7 @@ def plan_lower(opened: Opened, *, draft: bool) -> WeightsPlan:
     packed = quantisation is not None and quantisation.kept == "packed"
     changed = packed or opened.variants is not None  # as a whole, not layer by layer
     mapped = not weight_bytes(files, device)
-    if files.read_layers is None or mapped or changed or files.part_of is not None or device.type not in _STREAMED_TO:
+    if files.read_layers is None or mapped or changed or device.type not in _STREAMED_TO:
         return found
     return LowerPlan(found.bytes, found.taken)
 
@@ -508,7 +508,7 @@ def plan_streamed(
     worker has a `share` of the memory. Raises UsageError, and ResourceError where the device certainly has no room.
     """
     sizes, scratch = layer_bytes(opened.files, opened.device), 0
-    streamable = opened.files.part_of is None and opened.variants is None and opened.device.type in _STREAMED_TO
+    streamable = opened.variants is None and opened.device.type in _STREAMED_TO
     streamable = streamable and opened.narrow is None  # whose weights are made once
     packed = opened.files.gguf is not None
     if opened.files.gguf is not None and opened.device.type == "cpu":
@@ -571,11 +571,6 @@ def load_streamed(
     register()
     limit_kernel_advice(device.type)
     settle_attention(device, files.dtype, files.config)
-    if files.part_of is not None:
-        raise UnsupportedModelError(
-            f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"
-            "take --weights resident"
-        )
     with quiet_transformers():
         try:
             model, placement = _load_around_layers(files, device, ATTENTION, trust_remote_code)
@@ -659,7 +654,9 @@ def _moved(
 @dataclass(frozen=True, slots=True)
 class _Outline:
     """A model without its weights: what transformers builds it of, its tensors on the meta device by name, and the
-    places of their numbers. A `quantiser` unpacks those of a quantised checkpoint."""
+    places of their numbers. A `quantiser` unpacks those of a quantised checkpoint. Of the text model of a multimodal
+    one, `towers` are the shapes of tensors that its class has besides, and `names` those of its own tensors by the
+    files' names."""
 
     config: Any
     kind: type[PreTrainedModel]
@@ -667,6 +664,8 @@ class _Outline:
     prefix: str  # of the tensors of a layer
     placement: Placement
     quantiser: HfQuantizer | None
+    towers: Mapping[str, torch.Size] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def _outline(files: ModelFiles, device: torch.device, trust_remote_code: bool = False) -> _Outline:
@@ -679,6 +678,11 @@ def _outline(files: ModelFiles, device: torch.device, trust_remote_code: bool = 
             "by layer\ntake --weights resident"
         )
     try:
+        if files.part_of is not None and quantisation is None:
+            text = outline_text_part(files.path, config, files.dtype)
+            placement = place_weights(files.path, text.empty, files.dtype, names=text.names)
+            tensors, prefix = text.empty.state_dict(), decoder_layers(text.empty).prefix
+            return _Outline(text.config, type(text.empty), tensors, prefix, placement, None, text.towers, text.names)
         if quantisation is not None:
             limit_cast_advice()
             config.quantization_config = {**config.quantization_config, **quantisation.changes}
@@ -709,7 +713,8 @@ def _load_around_layers(
     placement, quantiser = outline.placement, outline.quantiser
     try:
         if files.gguf is None:
-            given = {stored.name: _mapped(stored) for stored in placement.others} | _converted(placement.conversions)
+            named = {outline.names.get(stored.name, stored.name): stored for stored in placement.others}
+            given = {name: _mapped(stored) for name, stored in named.items()} | _converted(placement.conversions)
         else:
             given = _read_around(files, placement.others, placement.packed)
         # One number stands for each tensor of a layer: it takes no memory, and transformers finds nothing missing.
@@ -718,6 +723,7 @@ def _load_around_layers(
             for name, tensor in outline.tensors.items()
             if name.startswith(outline.prefix)
         }
+        given |= {name: torch.zeros((), dtype=files.dtype).expand(shape) for name, shape in outline.towers.items()}
         given |= {name: torch.zeros(()) for name in placement.unread}
         model, info = outline.kind.from_pretrained(
             None,
@@ -727,6 +733,8 @@ def _load_around_layers(
             attn_implementation=attention,
             output_loading_info=True,
         )
+        if outline.towers:
+            drop_towers(model)
         require_complete(files.origin, model, info, files.path, quantised=quantiser is not None)
         layers = decoder_layers(model).layers
         for layer, parts in zip(layers, placement.layers, strict=True):

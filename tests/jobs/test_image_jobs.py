@@ -177,6 +177,13 @@ def test_deterministic_rows_have_the_same_bits_in_another_order(whole: Whole, dt
 
 
 @pytest.mark.nightly
+def test_a_job_whose_weights_are_streamed_has_these_answers(whole: Whole) -> None:
+    assert score(write_rows(), **flags(whole, weights="stream"))["exit_code"] == 0
+    assert read_report()["weights"]["mode"] == "stream"
+    assert_answered(read_output("out.parquet"), whole)
+
+
+@pytest.mark.nightly
 def test_a_job_in_bfloat16_has_nearly_these_answers(whole: Whole) -> None:
     assert score(write_rows(), **flags(whole, dtype="bfloat16"))["exit_code"] == 0
     assert_answered(read_output("out.parquet"), whole, tolerance=0.05)
