@@ -323,13 +323,11 @@ def open_processor(folder: Path, config: PreTrainedConfig) -> Any:
         with _without_number_words(kind):
             parts = {"image_processor": images, "tokenizer": tokenizer}
             return _lenient(kind).from_args_and_dict([parts.get(each) for each in attributes], settings)
-    except OSError as error:
+    except (OSError, ImportError, ValueError) as error:
         if out_of_resource(error):
             raise
-        raise UnsupportedModelError(f"{folder}: its image processor cannot be opened: {brief(error)}") from None
-    except (ImportError, ValueError) as error:
         if "torchvision" not in str(error) and "torchvision" not in str(error.__cause__):
-            raise
+            raise UnsupportedModelError(f"{folder}: its image processor cannot be opened: {brief(error)}") from None
         raise UnsupportedModelError(
             f"the images of {family} are prepared with torchvision, which is not installed: pip install torchvision"
         ) from None
