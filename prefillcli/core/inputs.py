@@ -163,7 +163,7 @@ class OpenRows:
             fetch=lru_cache(8)(fetch) if given.allow_urls else None,  # for rows after one another about one image
             read_file=_no_file if from_outside else read_image_file,
         )
-        places = ImagePlaces(lambda: model.processing, opened.image_numbers, model.identity)
+        places = ImagePlaces(lambda: model.processing, opened.image_numbers)
         return PromptImages(given.image_column, read, places)
 
 

@@ -12,7 +12,7 @@ from prefillcli.errors import UsageError
 from prefillcli.models.files import read_json
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.multimodal import read_config
-from prefillcli.rows.proof import hash_value
+from prefillcli.rows.proof import PROCESSOR_FILES
 from prefillcli.runtime.extras import require_extra
 from prefillcli.walk.forest import UnsupportedModelError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from prefillcli.models.vision import VisionTower
 
 _opening = threading.RLock()
-_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,6 @@ class ModelImages:
     def sees(self) -> bool:
         """Whether its files may hold what reads images."""
         return self.files.gguf is None and self.files.part_of is not None
-
-    @property
-    def identity(self) -> str:
-        """Digest of the files that say how images are prepared."""
-        found = [self.files.path / name for name in _FILES]
-        return hash_value([[each.name, each.read_text("utf-8", "replace")] for each in found if each.is_file()])
 
     @property
     def chat_template(self) -> str | None:
@@ -96,8 +89,10 @@ class ModelImages:
             raise UsageError(f"{origin}: a GGUF file is read without images\ntake the model as safetensors")
         if self.files.part_of is None:
             raise UsageError(f"{origin}: a {self.files.family} model reads text alone, and no images")
-        if not any((self.files.path / name).is_file() for name in _FILES):
-            raise UsageError(f"{origin}: neither {' nor '.join(_FILES)}, without which its images cannot be prepared")
+        if not any((self.files.path / name).is_file() for name in PROCESSOR_FILES):
+            raise UsageError(
+                f"{origin}: neither {' nor '.join(PROCESSOR_FILES)}, without which its images cannot be prepared"
+            )
         require_extra("images", "images")
 
 

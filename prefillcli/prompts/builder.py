@@ -158,7 +158,7 @@ class PromptBuilder:
         parts = [self.column, template, chat, system, settings.max_length, settings.on_long, self.max_row_bytes]
         parts += [literal, pair, chats, question, end, settings.empty_text, instructions, *layout]
         if self._images is not None and self._images.columns:
-            parts += self._images.identity
+            parts += self._images.columns
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def words(self, question: Any = None) -> list[Any]:

@@ -48,12 +48,11 @@ class ImagePlaces:
     share it.
     """
 
-    def __init__(self, open_processing: Callable[[], Processing], numbers: FeatureNumbers, identity: str = "") -> None:
+    def __init__(self, open_processing: Callable[[], Processing], numbers: FeatureNumbers) -> None:
         self._open = open_processing
         self._numbers = numbers
         self._lock = threading.RLock()
         self._processing: Processing | None = None
-        self.identity = identity  # of the processor's settings
 
     @property
     def processing(self) -> Processing:
@@ -148,11 +147,6 @@ class PromptImages:
     columns: tuple[str, ...]
     read: Callable[[Any], Sequence[RowImage]]
     places: ImagePlaces
-
-    @property
-    def identity(self) -> list[Any]:
-        """What makes prompts with images other ones, besides the images themselves, for JSON."""
-        return [list(self.columns), self.places.identity]
 
     def of_columns(self, values: Sequence[Any]) -> list[RowImage]:
         """Return the images of a row's columns, in their order. Raises ImageError that names the column."""

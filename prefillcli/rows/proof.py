@@ -302,6 +302,7 @@ _MODEL_FILES = (
     "*quant*.json",
     "*.py",
 )
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # how a model's images are prepared
 _TOKENIZER_FILES = (
     "tokenizer.*",
     "tokenizer_config.json",
@@ -314,6 +315,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
+    *PROCESSOR_FILES,
 )
 _GGUF_RULES = (
     2  # by which `models/gguf_tokenizer.py` makes a tokenizer of a file: with others, texts have other tokens

@@ -42,7 +42,9 @@ def test_the_model_digest_changes_with(model: Path, change: str) -> None:
     assert ModelContents(model).tokenizer() == tokenizer
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt", "preprocessor_config.json"]
+)
 def test_the_tokenizer_digest_changes_with_every_file(model: Path, name: str) -> None:
     before, weights = ModelContents(model).tokenizer(), hash_model(model)
     (model / name).write_text("changed")
