@@ -18,8 +18,9 @@ from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.inspect import inspect_job
 from tests.gguf_files import GgufReference, write_gguf
+from tests.jobs import jobs
 from tests.jobs.answers import confidence_of
-from tests.jobs.jobs import Answer, Reference, read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.jobs import Answer, Reference, read_output, read_report, write_jsonl, write_parquet
 from tests.jobs.models import save_model
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -100,6 +101,11 @@ class Asked:
         found = self._model.answer(ids, [[code] for code in codes])
         self.mass = found.label_mass  # of all of them
         return np.array(found.logprobs)
+
+
+def score(*paths: str | Path, **flags: Any) -> dict[str, Any]:
+    """The summary of a job in float32, on machines that would take another dtype, too."""
+    return jobs.score(*paths, **{"dtype": "float32", **flags})
 
 
 def options(**described: Any) -> list[dict[str, Any]]:
@@ -200,6 +206,7 @@ def test_inspect_names_the_layout_and_shows_its_answer(
     file = made("openjev")
     write_parquet("in.parquet", text=["one text"])
     given = {"inputs": ["in.parquet"], "ask": "Is it late?", "model": str(file), "row": "0", "html": "row.html"}
+    given |= {"dtype": "float32"}
     done = inspect_job(load_settings(InspectSettings, given, environment={}))
     assert done["exit_code"] == 0
     listed = options(true=None, false=None)
@@ -398,6 +405,7 @@ def test_inspect_shows_what_ratings_come_to(made: Callable[..., Path]) -> None:
     file = made("lev", EVIDENCE, BANDS)
     write_parquet("in.parquet", text=["one text"])
     given = {"inputs": ["in.parquet"], "ask": "Is it late?", "model": str(file), "row": "0", "html": "row.html"}
+    given |= {"dtype": "float32"}
     done = inspect_job(load_settings(InspectSettings, given, environment={}))
     own = Asked(file, EVIDENCE).shares(1.5, 9, state="one text", type="noul", instructions="Is it late?")
     assert done["score"] == pytest.approx(own @ np.arange(9) / 8, abs=1e-5)
