@@ -21,6 +21,9 @@ from prefillcli.walk.features import PackFeatures
 
 BATCH_SHARE = 1 / 8  # of the budget, at most, for a batch of images in the vision tower
 KEPT_SHARE = 1 / 16  # of the budget, at most, for features that later packs may need again
+# Parts of this size that are no pack's: kept features, inputs made ahead, and what the allocator keeps for the threads
+# that read images.
+KEPT_PARTS = 3
 
 
 Name = tuple[bytes, bool]  # of an image, by what its features depend on
@@ -132,7 +135,8 @@ class PackImages:
         self._ahead.most = self._most_kept
         if self._tower is not None:
             self._tower.batch_bytes = 0 if self._alone else self._batch_bytes
-        return budget - self._batch_bytes - 2 * self._most_kept if self._images.asked else budget
+        taken = self._batch_bytes + KEPT_PARTS * self._most_kept
+        return budget - taken if self._images.asked else budget
 
     @property
     def whole(self) -> bool:
