@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.find import ModelFiles
+from prefillcli.models.multimodal import no_advice
 from prefillcli.models.shape import VERIFIED, Shape, selects_keys
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -410,6 +411,7 @@ def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
         rule_out(path, device, why)
 
 
+@no_advice()  # on towers that a text model has not
 def prove_model(
     model: PreTrainedModel, files: ModelFiles, layers: LayerSource | None = None, *, tolerance: float | None = None
 ) -> None:
