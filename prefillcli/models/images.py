@@ -63,7 +63,7 @@ class ModelImages:
         """Whether the features of an image see one another both ways; not for a model that reads no images."""
         from prefillcli.models.image_processing import image_traits
 
-        if self.files.gguf is not None or self.files.part_of is None:
+        if not self.sees:
             return False
         try:
             return image_traits(read_config(self.files.path)).both_ways
