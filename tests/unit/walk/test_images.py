@@ -22,7 +22,7 @@ from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.vision import VisionTower
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.walk.features import PackFeatures, uncut
+from prefillcli.walk.features import PackFeatures, runs_of_features, uncut
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.models.image_families import EACH_FAMILY, eager_logits, make_family
@@ -165,3 +165,20 @@ def test_no_run_is_cut() -> None:
         assert parts[-1][1] == 200
         inside = {place for start, end in runs for place in range(start + 1, end)}
         assert inside.isdisjoint(end for _, end in parts)
+
+
+def test_images_that_follow_one_another_see_only_themselves() -> None:
+    first, second = (FIRST_FEATURE + number + np.arange(3) for number in (0, 50))
+    tokens = np.concatenate([[1, 2], first, second, [3], first])
+    assert runs_of_features(tokens) == [(2, 5), (5, 8), (9, 12)]
+    assert runs_of_features(np.array([1, 2])) == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_held_block_ends_inside_an_image_whose_features_see_one_another(whole: bool) -> None:
+    seen = np.concatenate([np.arange(10), FIRST_FEATURE + np.arange(100)]).astype(np.int32)
+    prompts = [np.append(seen, np.int32(end)) for end in range(4)]
+    limits = Limits(1 << 20, 1 << 20, held_tokens=1 << 20, whole_images=whole)
+    plan = make_plan(prompts, limits, block_tokens=64)
+    inside = [end for end, _ in plan.carried if 10 < end < 110]
+    assert bool(inside) != whole
