@@ -7,11 +7,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from prefillcli.images.image import FIRST_FEATURE, LAST_FEATURE
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.behind import LabelSet, with_labels
 from prefillcli.plan.pack import Limits, Pack, account
-from prefillcli.plan.plan import HELD_PACKS, make_plan, packs_to_run
-from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
+from prefillcli.plan.plan import HELD_PACKS, LONG, make_plan, packs_to_run
+from prefillcli.plan.trie import (
+    build_forest,
+    common_prefix,
+    dissolve_small_nodes,
+    forest_tokens,
+    keys_with_positions,
+    token_order,
+)
 
 prompts_of_few_words = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=24).map(lambda ids: np.asarray(ids, dtype=np.int32)),
@@ -263,3 +271,13 @@ def test_prompts_that_end_alike_are_in_several_packs_where_their_labels_are_long
     assert sorted(prompt for pack in packs for prompt in pack.prompts) == list(range(20))
     # All but the last token of the prompts is held from pack to pack.
     assert sum(len(pack.tokens) for pack in packs) == len(history) - 1 + sum(len(pack.reads) for pack in packs)
+
+
+def test_what_differs_in_position_mark_variant_or_token_has_another_key() -> None:
+    tokens = np.array([0, 1, FIRST_FEATURE - 1, FIRST_FEATURE, FIRST_FEATURE + (1 << 24), LAST_FEATURE], np.int32)
+    keys = [
+        keys_with_positions(tokens, np.full(len(tokens), at, np.int32), variant)
+        for at in (0, 1, (1 << 24) - 1, LONG, LONG + 1)
+        for variant in (0, 1, 255)
+    ]
+    assert len(np.unique(np.concatenate(keys))) == 5 * 3 * len(tokens)
